@@ -1,0 +1,44 @@
+//! Numeric classes: the named arithmetic a result was computed in.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// The arithmetic of a forward pass. Part of every cache key, since results of two classes must never mix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum NumericClass {
+    /// Weights dequantised, every product and sum in `f32`. What the golden tests use.
+    Exact,
+    /// As [`Self::Exact`], and cache rows rounded as published: K=V rows to fp8 in groups of 64, index rows and
+    /// queries Hadamard-rotated and rounded to fp4 in groups of 32 (model spec, section 4).
+    Official,
+}
+
+impl NumericClass {
+    /// Every class, in the order shown to people.
+    pub const ALL: [Self; 2] = [Self::Exact, Self::Official];
+
+    /// Its name on the command line, in reports and in cache keys.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Exact => "exact",
+            Self::Official => "official",
+        }
+    }
+}
+
+impl fmt::Display for NumericClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for NumericClass {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|class| class.name() == text)
+            .ok_or_else(|| format!("unknown numeric class `{text}`: expected `exact` or `official`"))
+    }
+}
