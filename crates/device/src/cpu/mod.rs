@@ -13,7 +13,8 @@ use std::time::Instant;
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use troika_graph::{NodeId, WeightSource};
-use troika_kernels::{CpuLevel, Ctx, Parallel};
+pub use troika_kernels::CpuLevel;
+use troika_kernels::{Ctx, Parallel};
 
 use crate::run::StepRun;
 use crate::{Capabilities, Completion, Device, DeviceError, DeviceKind, Work};
@@ -100,9 +101,10 @@ impl Worker {
                 let start = Instant::now();
                 let result = self.execute(&work.run, *node);
                 let elapsed_us = start.elapsed().as_micros() as u64;
+                let failed = result.is_err();
                 let completion = Completion { step: work.run.id(), node: *node, elapsed_us, result };
-                if work.done.send(completion).is_err() {
-                    // Nobody waits for this step any more.
+                // A step that failed, or that nobody waits for any more, needs no further node.
+                if work.done.send(completion).is_err() || failed {
                     break;
                 }
             }
