@@ -14,6 +14,7 @@ use troika_base::SharedBytes;
 /// # Errors
 ///
 /// If the file cannot be opened or mapped.
+#[expect(unsafe_code, reason = "mapping a file is unsafe by nature: another process may change it")]
 pub fn map_file(path: &Path) -> io::Result<SharedBytes> {
     let file = File::open(path)?;
     if file.metadata()?.len() == 0 {

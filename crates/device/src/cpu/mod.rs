@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use rayon::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::ThreadPoolBuilder;
 use troika_graph::{NodeId, WeightSource};
 pub use troika_kernels::CpuLevel;
 use troika_kernels::{Ctx, Parallel};
@@ -65,7 +65,7 @@ impl CpuDevice {
         // works too.
         std::thread::Builder::new()
             .name("cpu-queue".to_owned())
-            .spawn(move || pool.install(|| worker.work_off(&work)))
+            .spawn(move || pool.install(move || worker.work_off(&work)))
             .map_err(|e| failed(e.to_string()))?;
         Ok(Self { capabilities, weights, queue })
     }

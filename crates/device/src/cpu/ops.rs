@@ -256,13 +256,13 @@ impl Call<'_> {
                 kernels::index_scores(self.ctx.level, iq, &iw, keys.first(visible(row)), out);
             };
             let range = segment.row * top_k..(segment.row + segment.rows) * top_k;
-            kernels::for_each_row(self.ctx, &mut ids[range], top_k, |row, ids| {
-                let mut scores = vec![0.0; visible(row)];
-                score(row, &mut scores);
-                let mut best = Vec::with_capacity(top_k);
-                kernels::top_k(&scores, top_k, &mut best);
+            let scratch = || (Vec::new(), Vec::new());
+            kernels::for_each_row_with(self.ctx, &mut ids[range], top_k, scratch, |(scores, best), row, ids| {
+                scores.resize(visible(row), 0.0);
+                score(row, scores);
+                kernels::top_k(scores, top_k, best);
                 ids.fill(-1);
-                ids[..best.len()].copy_from_slice(&best);
+                ids[..best.len()].copy_from_slice(best);
             });
             if let Some((scores, cols)) = &mut kept_scores {
                 for row in 0..segment.rows {
@@ -284,18 +284,19 @@ impl Call<'_> {
         let mut out = self.run.write_f32(self.output(0));
         self.each_segment(|segment, layer| {
             let range = segment.row * width..(segment.row + segment.rows) * width;
-            kernels::for_each_row(self.ctx, &mut out[range], width, |row, out| {
+            let scratch = || (Vec::new(), Vec::new());
+            kernels::for_each_row_with(self.ctx, &mut out[range], width, scratch, |(rows, scratch), row, out| {
                 let at = segment.row + row;
-                let mut rows: Vec<&[f32]> = Vec::new();
+                rows.clear();
                 match &block {
-                    Some(block) => block_rows(attention, segment, &layer, block, &mut rows),
+                    Some(block) => block_rows(attention, segment, &layer, block, rows),
                     None => {
                         let chosen = ids.as_ref().map(|(ids, k)| &ids[at * k..(at + 1) * k]);
-                        causal_rows(attention, segment.position + row, &layer, chosen, &mut rows);
+                        causal_rows(attention, segment.position + row, &layer, chosen, rows);
                     }
                 }
                 let q = &q[at * width..(at + 1) * width];
-                kernels::attend_row(self.ctx.level, q, attention.heads, &rows, sink, &mut Vec::new(), out);
+                kernels::attend_row(self.ctx.level, q, attention.heads, rows, sink, scratch, out);
             });
         });
     }
@@ -315,18 +316,20 @@ impl Call<'_> {
             scaling: router.scaling,
         };
         let logits = self.run.read_f32(self.input(0));
+        let logits = &logits[..self.run.len(self.input(0))];
         let mut ids = self.run.write_i32(self.output(0));
+        let ids = &mut ids[..self.run.len(self.output(0))];
         let mut weights = self.run.write_f32(self.output(1));
-        let mut scores = self.node.outputs.get(2).map(|scores| (self.run.write_f32(*scores), self.run.len(*scores)));
-        kernels::route(
-            self.ctx,
-            &params,
-            &logits[..self.run.len(self.input(0))],
-            &self.run.rows().tokens,
-            &mut ids[..self.run.len(self.output(0))],
-            &mut weights[..self.run.len(self.output(1))],
-            scores.as_mut().map(|(scores, len)| &mut scores[..*len]),
-        );
+        let weights = &mut weights[..self.run.len(self.output(1))];
+        let tokens = &self.run.rows().tokens;
+        match self.node.outputs.get(2) {
+            None => kernels::route(self.ctx, &params, logits, tokens, ids, weights),
+            Some(kept) => {
+                let mut scores = self.run.write_f32(*kept);
+                let scores = &mut scores[..self.run.len(*kept)];
+                kernels::route_with_scores(self.ctx, &params, logits, tokens, ids, weights, scores);
+            }
+        }
     }
 
     fn experts(&self, first: usize, count: usize, top_k: usize, limit: Option<f32>) {
