@@ -252,7 +252,10 @@ fn model_config(keys: Keys<'_>) -> Result<(ModelConfig, Vec<u32>), ConfigError> 
         swiglu_limit: keys.optional("swiglu_limit").map(|_| keys.float("swiglu_limit", Limit)).transpose()?,
         rms_norm_eps: keys.float("rms_norm_eps", RmsEps)?,
         max_position_embeddings: keys.size("max_position_embeddings", 1, MAX_POSITIONS)?,
-        bos_token_id: keys.optional("bos_token_id").map(|value| token_id("bos_token_id", value, vocab_size)).transpose()?,
+        bos_token_id: keys
+            .optional("bos_token_id")
+            .map(|value| token_id("bos_token_id", value, vocab_size))
+            .transpose()?,
         eos_token_id: eos_token_ids.first().copied(),
         dspark: dspark(keys, vocab_size, num_hidden_layers)?,
     };
@@ -275,7 +278,10 @@ impl ModelConfig {
         }
         let heads_width = self.num_attention_heads * self.head_dim;
         if heads_width > MAX_WIDTH * 8 {
-            return fail(format!("`num_attention_heads` x `head_dim` is {heads_width}, must be at most {}", MAX_WIDTH * 8));
+            return fail(format!(
+                "`num_attention_heads` x `head_dim` is {heads_width}, must be at most {}",
+                MAX_WIDTH * 8
+            ));
         }
         if !heads_width.is_multiple_of(self.o_groups) {
             return fail(format!(
@@ -313,7 +319,8 @@ fn unsupported_variants(keys: Keys<'_>) -> Result<(), ConfigError> {
 fn compress_ratios(keys: Keys<'_>, num_hidden_layers: usize) -> Result<Vec<usize>, ConfigError> {
     const KEY: &str = "compress_ratios";
     let Some(value) = keys.optional(KEY) else {
-        let model_type = keys.optional("model_type").map_or_else(String::new, |kind| format!(" (model_type is {kind})"));
+        let model_type =
+            keys.optional("model_type").map_or_else(String::new, |kind| format!(" (model_type is {kind})"));
         return Err(ConfigError::Missing {
             key: KEY.to_owned(),
             help: format!(
@@ -387,7 +394,8 @@ fn dspark(keys: Keys<'_>, vocab_size: usize, num_hidden_layers: usize) -> Result
     }
     const TARGETS: &str = "dspark_target_layer_ids";
     let value = keys.required(TARGETS)?;
-    let want = format!("a list of 1 to {num_hidden_layers} layer numbers below `num_hidden_layers` ({num_hidden_layers})");
+    let want =
+        format!("a list of 1 to {num_hidden_layers} layer numbers below `num_hidden_layers` ({num_hidden_layers})");
     let list = value.as_array().filter(|list| (1..=num_hidden_layers).contains(&list.len()));
     let list = list.ok_or_else(|| bad(TARGETS, value, &want))?;
     let layer = |value: &Value| {
@@ -432,9 +440,16 @@ fn quant_spec(path: &str, map: &Map<String, Value>) -> Result<QuantSpec, ConfigE
         given(key).map(read).transpose()
     };
     let mode = |value: &Value| {
-        value.as_str().map(str::to_owned).ok_or_else(|| bad(&format!("{path}.mode"), value, "a name such as \"affine\""))
+        value
+            .as_str()
+            .map(str::to_owned)
+            .ok_or_else(|| bad(&format!("{path}.mode"), value, "a name such as \"affine\""))
     };
-    Ok(QuantSpec { mode: given("mode").map(mode).transpose()?, bits: number("bits")?, group_size: number("group_size")? })
+    Ok(QuantSpec {
+        mode: given("mode").map(mode).transpose()?,
+        bits: number("bits")?,
+        group_size: number("group_size")?,
+    })
 }
 
 fn token_id(key: &str, value: &Value, vocab_size: usize) -> Result<u32, ConfigError> {
@@ -496,8 +511,7 @@ impl<'a> Keys<'a> {
     }
 
     fn required(self, key: &str) -> Result<&'a Value, ConfigError> {
-        self.optional(key)
-            .ok_or_else(|| self.missing(key, "it decides shapes or numbers and has no safe default"))
+        self.optional(key).ok_or_else(|| self.missing(key, "it decides shapes or numbers and has no safe default"))
     }
 
     fn missing(self, key: &str, help: &str) -> ConfigError {
