@@ -1,11 +1,15 @@
-//! DeepSeek-V4 as data: configuration, checkpoint reading in every layout, and the graph emitter.
+//! DeepSeek-V4 as data: configuration, checkpoints in every published layout, and the graph emitter.
 //!
 //! Must not know devices or threads, and maps no memory itself: bytes come from whoever opens a checkpoint. Read
-//! [`config`], then [`emit`].
+//! [`config`] first, then [`checkpoint`] and [`weights`], then [`emit`].
 
+pub mod checkpoint;
 pub mod config;
 pub mod emit;
 mod rope;
+pub mod weights;
 
-pub use config::ModelConfig;
+pub use checkpoint::{Checkpoint, CheckpointError, OpenBytes, read_file};
+pub use config::{ConfigError, ConfigFile, ModelConfig};
 pub use emit::{Emitter, ModelFacts, StepSignature};
+pub use weights::{DrafterStatus, ScaleCheck, WeightError, WeightTable};
