@@ -179,11 +179,11 @@ impl Window {
 
     /// Drops rows that nobody at or after `end` can see. Moving what stays is put off until as much would go.
     fn trim(&mut self, end: usize) {
-        let first = end.saturating_sub(self.capacity).max(self.first);
-        let drop = first - self.first;
+        let unseen = end.saturating_sub(self.capacity).min(self.end());
+        let drop = unseen.saturating_sub(self.first);
         if drop >= self.capacity {
             self.rows.drain(..drop * self.dim);
-            self.first = first;
+            self.first = unseen;
         }
     }
 }

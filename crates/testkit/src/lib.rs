@@ -10,7 +10,7 @@ mod safetensors;
 
 use std::path::{Path, PathBuf};
 
-pub use compare::{assert_close, assert_equal};
+pub use compare::{argmax, assert_close, assert_equal};
 pub use damage::{CheckpointCopy, TensorFile};
 pub use golden::{Array, Golden};
 

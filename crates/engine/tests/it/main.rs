@@ -1,0 +1,4 @@
+//! The engine against the oracle, and against itself under other chunkings, neighbours and threads.
+
+mod golden;
+mod support;
