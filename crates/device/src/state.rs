@@ -1,7 +1,7 @@
 //! The memory of a sequence: window rows, compressed rows and pending tokens of each layer (model spec, section 11).
 //!
 //! Writes are *staged*: nodes append rows and later nodes see them at once; [`SequenceState::commit`] keeps those of the
-//! accepted tokens and takes the rest back. Nothing here computes rows; see [`crate::cpu`].
+//! accepted tokens, [`SequenceState::roll_back`] takes the rest back. Nothing here computes rows; see [`crate::cpu`].
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -171,10 +171,9 @@ impl Window {
         &self.rows[start..start + self.dim]
     }
 
-    /// Drops rows at and after `end`, and those that no row from `end` on can see.
-    fn commit(&mut self, end: usize) {
+    /// Drops rows at and after `end`.
+    fn truncate(&mut self, end: usize) {
         self.rows.truncate(end.saturating_sub(self.first) * self.dim);
-        self.trim(end);
     }
 
     /// Drops rows that nobody at or after `end` can see. Moving what stays is put off until as much would go.
@@ -243,12 +242,12 @@ impl Pool {
         }
     }
 
-    fn commit(&mut self, end: usize) {
+    /// Drops tokens at and after `end`, and the rows they finished.
+    fn truncate(&mut self, end: usize) {
         let width = self.shape.width();
         self.tail_kv.truncate(end.saturating_sub(self.tail_start) * width);
         self.tail_gate.truncate(self.tail_kv.len());
         self.rows.truncate(end / self.shape.ratio);
-        self.trim(end);
     }
 }
 
@@ -272,10 +271,17 @@ impl LayerState {
         }
     }
 
-    fn commit(&mut self, end: usize) {
-        self.window.commit(end);
+    fn trim(&mut self, end: usize) {
+        self.window.trim(end);
         for pool in [&mut self.compressed, &mut self.index].into_iter().flatten() {
-            pool.commit(end);
+            pool.trim(end);
+        }
+    }
+
+    fn truncate(&mut self, end: usize) {
+        self.window.truncate(end);
+        for pool in [&mut self.compressed, &mut self.index].into_iter().flatten() {
+            pool.truncate(end);
         }
     }
 
@@ -322,14 +328,11 @@ impl SequenceState {
         self.len() == 0
     }
 
-    /// Keeps the rows of the first `rows` tokens staged since the last commit and takes the others back.
-    ///
-    /// A step whose segment was [`troika_graph::Acceptance::Whole`] has already dropped what a roll-back would need, so all its rows must
-    /// be kept.
+    /// Keeps the rows of the first `rows` tokens staged since the last commit. What later steps have staged stays staged.
     ///
     /// # Panics
     ///
-    /// If more rows are accepted than were staged.
+    /// If fewer rows were staged.
     pub fn commit(&self, rows: usize) {
         let end = self.len() + rows;
         for (scope, layer) in &self.layers {
@@ -337,9 +340,18 @@ impl SequenceState {
             // Drafter stages get rows only in steps that compute the drafter's context.
             let staged = layer.window.end();
             assert!(matches!(scope, Scope::Stage(_)) || staged >= end, "{scope:?} has rows up to {staged}, not {end}");
-            layer.commit(end);
+            layer.trim(end);
         }
         *self.len.lock().unwrap_or_else(PoisonError::into_inner) = end;
+    }
+
+    /// Takes back every row that is staged but not committed. Possible only if all of them were staged as
+    /// [`troika_graph::Acceptance::Partial`]; other steps drop at once what this would need.
+    pub fn roll_back(&self) {
+        let end = self.len();
+        for layer in self.layers.values() {
+            layer.lock().unwrap_or_else(PoisonError::into_inner).truncate(end);
+        }
     }
 
     /// Bytes held, rows and reserve.
@@ -519,6 +531,7 @@ mod tests {
             state.commit(11);
             stage(&state, 11..17, true);
             state.commit(accepted);
+            state.roll_back();
             stage(&want, 0..11 + accepted, false);
             want.commit(11 + accepted);
             assert_eq!(state.snapshot(), want.snapshot(), "{accepted} accepted");

@@ -1,6 +1,6 @@
 //! Forward passes for one caller: sequences, chunks in, logits out.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use troika_base::{NumericClass, SequenceId};
@@ -64,6 +64,9 @@ pub enum RunnerError {
     /// A sequence that is not there, or named twice in one step.
     #[error("{0} is not a live sequence, or is named twice in one step")]
     Sequence(SequenceId),
+    /// Rows of an earlier `Partial` chunk wait for [`Runner::commit`].
+    #[error("{0} has rows that are neither accepted nor given up")]
+    Uncommitted(SequenceId),
     /// The model has no drafter, or its context is not computed.
     #[error("no drafter: {reason}")]
     NoDrafter {
@@ -157,6 +160,8 @@ pub struct Runner {
     templates: Vec<(StepSignature, Arc<StepGraph>)>,
     /// Chunks of the steps in flight.
     pending: BTreeMap<Ticket, Pending>,
+    /// Sequences with a `Partial` chunk that is not yet committed, from its submission on.
+    uncommitted: BTreeSet<SequenceId>,
 }
 
 #[derive(Debug)]
@@ -192,6 +197,7 @@ impl Runner {
             next_sequence: 0,
             templates: Vec::new(),
             pending: BTreeMap::new(),
+            uncommitted: BTreeSet::new(),
         })
     }
 
@@ -258,6 +264,7 @@ impl Runner {
     /// Forgets a sequence and frees its state. Unknown ids are ignored.
     pub fn drop_sequence(&mut self, sequence: SequenceId) {
         self.sequences.remove(&sequence);
+        self.uncommitted.remove(&sequence);
     }
 
     fn state(&self, sequence: SequenceId) -> Result<&Arc<SequenceState>, RunnerError> {
@@ -294,6 +301,9 @@ impl Runner {
             if chunks[..index].iter().any(|other| other.sequence == chunk.sequence) {
                 return Err(RunnerError::Sequence(chunk.sequence));
             }
+            if self.uncommitted.contains(&chunk.sequence) {
+                return Err(RunnerError::Uncommitted(chunk.sequence));
+            }
             let state = self.state(chunk.sequence)?;
             let position = state.len() + self.rows_in_flight(chunk.sequence);
             self.check_tokens(chunk.tokens, position)?;
@@ -313,6 +323,8 @@ impl Runner {
             return Err(RunnerError::Empty);
         }
         let graph = self.template(&rows);
+        let partial = chunks.iter().filter(|chunk| chunk.acceptance == Acceptance::Partial);
+        self.uncommitted.extend(partial.map(|chunk| chunk.sequence));
         let chunks = chunks.iter().map(|c| (c.sequence, c.tokens.len(), c.acceptance)).collect();
         let ticket = self.executor.submit(Step { graph, rows, states, priority })?;
         self.pending.insert(ticket, Pending { chunks, logit_rows });
@@ -357,8 +369,16 @@ impl Runner {
     /// # Errors
     ///
     /// If there is no such sequence.
-    pub fn commit(&self, sequence: SequenceId, rows: usize) -> Result<(), RunnerError> {
-        self.state(sequence)?.commit(rows);
+    ///
+    /// # Panics
+    ///
+    /// If its step is still in flight, or staged fewer rows.
+    pub fn commit(&mut self, sequence: SequenceId, rows: usize) -> Result<(), RunnerError> {
+        assert_eq!(self.rows_in_flight(sequence), 0, "{sequence} is in a step in flight");
+        let state = self.state(sequence)?;
+        state.commit(rows);
+        state.roll_back();
+        self.uncommitted.remove(&sequence);
         Ok(())
     }
 

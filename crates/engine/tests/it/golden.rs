@@ -27,7 +27,7 @@ fn golden_logits(name: &str) {
         let got = one_shot(&mut runner, &tokens, n);
         assert_equal(&format!("{name} n{n} argmax"), &argmaxes(&got, vocab), &golden.i64(&format!("n{n}.argmax")).data);
         let kept = &got[got.len() - want.data.len()..];
-        println!("{name} n{n} worst {}", assert_close(&format!("{name} n{n} logits"), kept, &want.data, LOGITS));
+        assert_close(&format!("{name} n{n} logits"), kept, &want.data, LOGITS);
     }
     for n in [5, 128, 300] {
         let tokens = golden.tokens(&format!("n{n}.tokens"));
@@ -229,27 +229,30 @@ fn golden_draft_ids_logits_confidence() {
     }
 }
 
-/// Official rounding of cache rows. A value near a rounding edge may flip with noise of 1e-6; the stored sequences were
-/// chosen so that float32 does not flip any, and neither do we. The rule for a flip is in `oracle/README.md`: isolated jumps up to
-/// about 0.1.
+/// Official rounding of cache rows. A value within 1e-6 of a rounding edge may fall on either side (of the stored
+/// sequences one does here: channel 59 of the K=V row of token 101 in layer 1, `n129`), so the rule of `oracle/README.md`
+/// applies: agreement, or isolated jumps up to about 0.1. The selected index rows must be the same.
 #[test]
 fn golden_qat_logits_and_selection() {
+    const JUMP: f64 = 0.11;
     let golden = Golden::open("golden_logits");
     let mut options = RunnerOptions { debug: true, ..options() };
     options.class = NumericClass::Official;
     for name in CHECKPOINTS {
         let mut runner = open(name, options);
+        let vocab = runner.config().vocab_size;
         for n in [5, 129, 300] {
             let tokens = golden.tokens(&format!("n{n}.tokens"));
             let want = golden.f32(&format!("qat.n{n}.logits")).data;
-            let kept = if n == 300 { 8 } else { n };
+            let kept = want.len() / vocab;
             let sequence = runner.new_sequence();
             let forward = feed(&mut runner, sequence, &tokens, kept);
             let got = forward.logits(0);
-            for (row, (a, b)) in got.chunks(384).zip(want.chunks(384)).enumerate() {
-                let d = a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-                if d > 5e-5 { println!("{name} n{n} row {row} {d}"); }
-            }
+            assert_close(&format!("{name} qat.n{n}"), &got, &want, JUMP);
+            let agree = |(got, want): &(&[f32], &[f32])| got.iter().zip(*want).all(|(a, b)| f64::from((a - b).abs()) < LOGITS);
+            let rows = got.chunks_exact(vocab).zip(want.chunks_exact(vocab)).filter(agree).count();
+            // One flip at token 101 reaches the rows after it.
+            assert!(rows >= if n == 129 { 98 } else { kept }, "{name} qat.n{n}: only {rows} of {kept} rows agree");
             for layer in [1, 3] {
                 let key = format!("qat.n{n}.L{layer}.index_topk");
                 let ids = forward.tap_i32(Scope::Layer(layer), "index_topk").expect("tapped");
