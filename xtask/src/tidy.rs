@@ -62,8 +62,9 @@ fn check(repo: &Repo) -> anyhow::Result<Vec<Violation>> {
     let metadata = repo.metadata()?;
     let (ours, theirs): (Vec<_>, Vec<_>) = metadata.packages.into_iter().partition(|package| package.source.is_none());
 
-    let mut violations = arrows::check(arrows::DOCUMENT, &repo.read(arrows::DOCUMENT)?, &ours);
-    violations.extend(deny::check(&deny::Policy::parse(&repo.read(deny::FILE)?)?, &theirs));
+    let manifest_text = |path: &str| repo.read(path).unwrap_or_default();
+    let mut violations = arrows::check(arrows::DOCUMENT, &repo.read(arrows::DOCUMENT)?, &ours, manifest_text);
+    violations.extend(deny::check(&deny::Policy::parse(&repo.read(deny::FILE)?)?, &theirs, &repo.read(deny::LOCK)?));
     violations.extend(lints::check_workspace(&repo.read("Cargo.toml")?)?);
     for package in &ours {
         let path = package.manifest();

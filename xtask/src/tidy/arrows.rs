@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Violation;
+use super::{Violation, line_of};
 use crate::repo::Package;
 
 pub(super) const DOCUMENT: &str = "docs/architecture.md";
@@ -22,8 +22,13 @@ struct Allowed {
     tests: BTreeSet<String>,
 }
 
-/// Compares the block in `document`, found at `path`, with the manifests of `packages`.
-pub(super) fn check(path: &str, document: &str, packages: &[Package]) -> Vec<Violation> {
+/// Compares the block in `document`, found at `path`, with the manifests of `packages`, whose texts `manifest_text` gives.
+pub(super) fn check(
+    path: &str,
+    document: &str,
+    packages: &[Package],
+    manifest_text: impl Fn(&str) -> String,
+) -> Vec<Violation> {
     let (allowed, mut violations) = parse(path, document);
     for package in packages {
         let room = package.room();
@@ -44,7 +49,8 @@ pub(super) fn check(path: &str, document: &str, packages: &[Package]) -> Vec<Vio
                 let remedy =
                     format!("a new arrow is a design change: add it to `{room}{suffix}` in {path} with its reason");
                 let what = format!("arrow `{room}{suffix} -> {target}` is not allowed");
-                violations.push(Violation::new(&manifest, 1, what, remedy));
+                let line = line_of(&manifest_text(&manifest), &format!("troika-{target}"));
+                violations.push(Violation::new(&manifest, line, what, remedy));
             }
             let set = if is_test { &mut used.tests } else { &mut used.normal };
             set.insert(target.to_owned());
@@ -119,7 +125,10 @@ mod tests {
     }
 
     fn whats(document: &str, packages: &[Package]) -> Vec<String> {
-        check("a.md", document, packages).iter().map(Violation::to_string).collect()
+        check("a.md", document, packages, |_| "[dependencies]\ntroika-extra = 1".to_owned())
+            .iter()
+            .map(Violation::to_string)
+            .collect()
     }
 
     const PICTURE: &str = "# Rooms\n\n```arrows\nbase:\ngraph: base  # pure\ngraph (tests): extra\nextra:\n```\n";
@@ -136,7 +145,7 @@ mod tests {
         let found = whats(PICTURE, &[package("base", &[]), graph, package("new", &[])]);
         assert_eq!(found.len(), 5, "{found:#?}");
         assert!(
-            found[0].starts_with("crates/graph/Cargo.toml:1: arrow `graph -> extra` is not allowed"),
+            found[0].starts_with("crates/graph/Cargo.toml:2: arrow `graph -> extra` is not allowed"),
             "{}",
             found[0]
         );

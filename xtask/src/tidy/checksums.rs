@@ -10,8 +10,6 @@ use super::Violation;
 use crate::repo::Repo;
 
 const FILE: &str = "SHA256SUMS";
-/// Data that a sidecar must cover. Scripts and documents beside it change by hand and are left out.
-const COVERED: [&str; 2] = [".safetensors", "config.json"];
 
 /// Compares every sidecar among `files` with the files it names.
 pub(super) fn check(repo: &Repo, files: &[String]) -> anyhow::Result<Vec<Violation>> {
@@ -40,9 +38,10 @@ pub(crate) fn write(repo: &Repo, folder: &str) -> anyhow::Result<()> {
     std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
+/// Data below `folder` that its sidecar must cover. Scripts and documents beside it change by hand and are left out.
 fn covered<'a>(folder: &str, files: &'a [String]) -> Vec<&'a str> {
-    let inside = files.iter().filter_map(|path| path.strip_prefix(folder));
-    inside.filter(|name| COVERED.iter().any(|end| name.ends_with(end))).collect()
+    let is_data = |name: &&str| name.ends_with(".safetensors") || name.rsplit('/').next() == Some("config.json");
+    files.iter().filter_map(|path| path.strip_prefix(folder)).filter(is_data).collect()
 }
 
 /// `digest_of` is `None` for a file that cannot be read.

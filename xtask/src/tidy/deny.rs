@@ -5,11 +5,11 @@
 use anyhow::Context;
 use serde::Deserialize;
 
-use super::Violation;
+use super::{Violation, line_of};
 use crate::repo::Package;
 
 pub(super) const FILE: &str = "deny.toml";
-const LOCK: &str = "Cargo.lock";
+pub(super) const LOCK: &str = "Cargo.lock";
 
 /// What `deny.toml` says.
 #[derive(Deserialize)]
@@ -49,12 +49,15 @@ impl Policy {
     }
 }
 
-/// `packages` are those that are not ours.
-pub(super) fn check(policy: &Policy, packages: &[Package]) -> Vec<Violation> {
+/// `packages` are those that are not ours, `lock` is the text of the lock file.
+pub(super) fn check(policy: &Policy, packages: &[Package], lock: &str) -> Vec<Violation> {
     let mut violations = Vec::new();
     for package in packages {
         let name = format!("{} {}", package.name, package.version);
-        let mut report = |what: String, remedy: &str| violations.push(Violation::new(LOCK, 1, what, remedy));
+        let mut report = |what: String, remedy: &str| {
+            let line = line_of(lock, &format!("name = \"{}\"", package.name));
+            violations.push(Violation::new(LOCK, line, what, remedy));
+        };
         match package.license.as_deref() {
             None => report(format!("{name} states no licence"), "find a crate that does"),
             Some(license) => match allows(license, &policy.licenses.allow) {
@@ -181,13 +184,13 @@ mod tests {
     fn packages_are_checked_for_all_three() {
         let policy = Policy::parse(POLICY).expect("readable");
         let registry = "registry+https://registry.example/index";
-        let count = |packages: &[Package]| check(&policy, packages).len();
+        let count = |packages: &[Package]| check(&policy, packages, "").len();
         assert_eq!(count(&[package("good", Some("MIT"), registry)]), 0);
         assert_eq!(count(&[package("good", None, registry)]), 1);
         assert_eq!(count(&[package("good", Some("GPL-3.0"), registry)]), 1);
         assert_eq!(count(&[package("good", Some("MIT"), "git+https://git.example/good#1")]), 1);
-        let worst = check(&policy, &[package("bad", Some("?("), "path")]);
+        let worst = check(&policy, &[package("bad", Some("?("), "path")], "[[package]]\nname = \"bad\"");
         assert_eq!(worst.len(), 3);
-        assert!(worst[2].to_string().contains("bad 1.0.0 is banned: it builds C"), "{}", worst[2]);
+        assert!(worst[2].to_string().starts_with("Cargo.lock:2: bad 1.0.0 is banned: it builds C"), "{}", worst[2]);
     }
 }
