@@ -47,8 +47,9 @@ pub fn shared_expert(ctx: Ctx, x: &[f32], w: &ExpertWeights, limit: Option<f32>,
     let rows = out.len().checked_div(dim).unwrap_or(0);
     let part = Part { weights: *w, rows: 0..rows };
     let mut hidden = vec![0.0; rows * inner];
-    hidden_rows(ctx, x, &[part.clone()], inner, limit, |_| 1.0, &mut hidden);
-    down_rows(ctx, &hidden, &[part], inner, dim, out);
+    let parts = [part];
+    hidden_rows(ctx, x, &parts, inner, limit, |_| 1.0, &mut hidden);
+    down_rows(ctx, &hidden, &parts, inner, dim, out);
 }
 
 /// Adds `weight · expert(x)` of the experts `first..first + experts.len()` to the tokens routed to them, experts in
@@ -138,7 +139,6 @@ fn routes(ids: &[i32], top_k: usize, first: usize, experts: usize) -> Routes {
 }
 
 /// The rows of a batch that belong to one expert.
-#[derive(Clone)]
 struct Part<'a> {
     weights: ExpertWeights<'a>,
     rows: Range<usize>,

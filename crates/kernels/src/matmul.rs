@@ -96,7 +96,7 @@ pub fn grouped_matmul(ctx: Ctx, x: &[f32], groups: usize, w: &StoredTensor, out:
 
 /// Rows of a product, from the lengths of its operands.
 fn num_rows(x: usize, x_width: usize, out: usize, out_width: usize) -> usize {
-    let rows = if out_width > 0 { out / out_width } else { x.checked_div(x_width).unwrap_or(0) };
+    let rows = out.checked_div(out_width).or(x.checked_div(x_width)).unwrap_or(0);
     assert_eq!(x, rows * x_width, "x must be [T, {x_width}] with T = {rows}");
     assert_eq!(out, rows * out_width, "out must be [T, {out_width}] with T = {rows}");
     rows

@@ -9,7 +9,8 @@ use crate::{CpuLevel, Ctx};
 ///
 /// All three have the same length, any shape.
 ///
-/// Accuracy: within `8 · ε` of its own magnitude in [`crate::reference::swiglu`].
+/// Accuracy: within `8 · ε` of its own magnitude in [`crate::reference::swiglu`], or `1e-36 · (1 + |up|)` where that is
+/// more (gates below -88).
 ///
 /// # Panics
 ///

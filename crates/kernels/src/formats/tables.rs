@@ -51,7 +51,7 @@ pub const fn f16_to_f32(bits: u16) -> f32 {
         f32::from_bits(magnitude | 0x7f80_0000)
     } else {
         // The exponent's bias differs by 112; a multiplication also normalises subnormals.
-        f32::from_bits(magnitude) * 5.192_296_9e33
+        f32::from_bits(magnitude) * f32::from_bits((127 + 112) << 23)
     };
     f32::from_bits(value.to_bits() | sign)
 }
