@@ -39,6 +39,7 @@ pub struct Tokenizer {
     /// Indexed by id; ids that the file leaves out are `None`.
     tokens: Vec<Option<Token>>,
     added: BTreeMap<String, u32>,
+    max_token_bytes: usize,
 }
 
 impl std::fmt::Debug for Tokenizer {
@@ -101,7 +102,8 @@ impl Tokenizer {
         let stripped = serde_json::to_vec(&root).map_err(|e| e.to_string())?;
         let text_only = tokenizers::Tokenizer::from_bytes(stripped).map_err(|e| e.to_string())?;
         let added = added_tokens.into_iter().map(|added| (added.content, added.id)).collect();
-        Ok(Self { text_only, tokens, added })
+        let max_token_bytes = tokens.iter().flatten().map(|token| token.bytes.len()).max().unwrap_or(1);
+        Ok(Self { text_only, tokens, added, max_token_bytes })
     }
 
     /// Token ids of a text. Whatever the text says, none of them is a special or other added token.
@@ -118,6 +120,12 @@ impl Tokenizer {
             .encode_fast(text, false)
             .map_err(|source| PromptError::Encode { reason: source.to_string() })?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Fewest tokens that a text of so many bytes can have, known without encoding it.
+    #[must_use]
+    pub fn min_tokens(&self, text_bytes: usize) -> usize {
+        text_bytes.div_ceil(self.max_token_bytes)
     }
 
     /// Id of an added token such as `<｜User｜>`.
