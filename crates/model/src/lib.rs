@@ -4,8 +4,12 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod inspect;
+pub mod synth;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, CheckpointError, OpenBytes, read_file};
 pub use config::{ConfigError, ConfigFile, ModelConfig};
+pub use inspect::{Inspection, inspect};
+pub use synth::{Preset, SynthError, Synthesized, synth};
 pub use weights::{DrafterStatus, ScaleCheck, WeightError, WeightTable};
