@@ -1,1 +1,57 @@
-fn main() {}
+//! Repository chores, run as `cargo xtask CHORE`. Knows the files of this repository and none of its crates' code.
+//!
+//! Read [`ci`] for what a change must pass, [`tidy`] for the rules that no compiler checks.
+
+mod ci;
+mod golden;
+mod repo;
+mod tidy;
+
+use std::process::ExitCode;
+
+use repo::Repo;
+
+const HELP: &str = "\
+Usage: cargo xtask CHORE
+
+  ci                      everything a change must pass: fmt, tidy, clippy, doc tests, tests
+  tidy                    the rules that no compiler checks: crate arrows, licences, sources, files, links, checksums
+  golden [--hf] [--write] make the oracle's files again and compare them with the committed ones
+           --hf           with transformers as the second source of the logits (pulls torch); default: numpy only
+           --write        take the new files over; the stored logits only together with --hf
+  checksums DIR           write DIR/SHA256SUMS anew, keeping its comment lines
+";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match run(&args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// `Ok(false)` if the chore ran and found something wrong, which it has printed.
+fn run(args: &[&str]) -> anyhow::Result<bool> {
+    let (chore, rest) = args.split_first().unwrap_or((&"--help", &[]));
+    match *chore {
+        "ci" | "tidy" if !rest.is_empty() => anyhow::bail!("`{chore}` takes no arguments, got `{}`", rest.join(" ")),
+        "ci" => ci::run(&Repo::find()?),
+        "tidy" => tidy::run(&Repo::find()?),
+        "golden" => golden::run(&Repo::find()?, golden::Options::parse(rest)?),
+        "checksums" => {
+            let [dir] = rest else { anyhow::bail!("`checksums` takes one folder, for example `oracle`") };
+            tidy::checksums::write(&Repo::find()?, dir)?;
+            Ok(true)
+        }
+        "--help" | "-h" | "help" => {
+            print!("{HELP}");
+            Ok(true)
+        }
+        other => anyhow::bail!("no chore `{other}`\n\n{HELP}"),
+    }
+}

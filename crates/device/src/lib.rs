@@ -1,1 +1,113 @@
+//! The [`Device`] trait and its implementations: `cpu` today, neural engines and GPUs later.
+//!
+//! Must not know models or the scheduler: a device gets nodes of a step graph and does them. Read [`Device`], then
+//! [`run`] for what a running step is made of, [`state`] for the memory of sequences, [`cpu`] for the primary device.
 
+#![warn(missing_docs)]
+
+pub mod cpu;
+mod mapped;
+pub mod run;
+pub mod state;
+
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use troika_base::StepId;
+use troika_graph::{NodeId, WeightKey, WeightSource};
+
+pub use mapped::map_file;
+pub use run::StepRun;
+pub use state::{SequenceState, StateShape};
+
+/// What kind of engine a device is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum DeviceKind {
+    /// General-purpose cores.
+    Cpu,
+}
+
+/// What a device is and can do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Name in plans, ledgers and logs, unique on this machine.
+    pub name: String,
+    /// Its kind.
+    pub kind: DeviceKind,
+    /// What a person wants to know: cores, instruction set.
+    pub description: String,
+    /// Worker threads.
+    pub threads: usize,
+}
+
+/// Nodes of one step for one device, to be done in the order given.
+#[derive(Debug)]
+pub struct Work {
+    /// The step they belong to.
+    pub run: Arc<StepRun>,
+    /// Which nodes; each one's predecessors are done, or come earlier on the same device.
+    pub nodes: Vec<NodeId>,
+    /// Where to report.
+    pub done: Sender<Completion>,
+}
+
+/// One node was done, or failed.
+#[derive(Debug)]
+pub struct Completion {
+    /// The step.
+    pub step: StepId,
+    /// The node.
+    pub node: NodeId,
+    /// Time on the device, microseconds.
+    pub elapsed_us: u64,
+    /// `Err` carries what went wrong, for people; the step's values are then worthless.
+    pub result: Result<(), String>,
+}
+
+/// Why a device cannot do as asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// A weight the graph names is not there, or has another shape.
+    #[error("weight {key}: {reason}")]
+    Weight {
+        /// Which.
+        key: WeightKey,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Threads could not be started.
+    #[error("cannot start {threads} worker threads: {reason}")]
+    Threads {
+        /// How many were asked for.
+        threads: usize,
+        /// What the system said.
+        reason: String,
+    },
+    /// The device has stopped.
+    #[error("device {name} has stopped")]
+    Stopped {
+        /// Which.
+        name: String,
+    },
+}
+
+/// An engine that executes nodes.
+pub trait Device: Send + Sync {
+    /// What it is.
+    fn capabilities(&self) -> &Capabilities;
+
+    /// Takes every weight of `source` into its own form. Called once, before any work.
+    ///
+    /// # Errors
+    ///
+    /// If a weight cannot be taken.
+    fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError>;
+
+    /// Queues work and returns at once. Work of one device runs in the order of submission.
+    ///
+    /// # Errors
+    ///
+    /// If the device has stopped; nothing is queued then.
+    fn submit(&self, work: Work) -> Result<(), DeviceError>;
+}

@@ -1,5 +1,15 @@
-//! The step loop and the sampler: the public library API. Token ids in, token ids out.
+//! The step loop and the sampler: the public library API. Token ids in, token ids out; must not know text or HTTP.
+//!
+//! [`Runner`] does forward passes for one caller: logits, evaluation, benchmarks. [`Engine`] serves many requests at once
+//! on top of it. [`api`] has what callers of the engine say and hear.
 
 #![warn(missing_docs)]
 
 pub mod api;
+mod engine;
+mod runner;
+mod sampler;
+
+pub use engine::{Engine, EngineOptions};
+pub use runner::{Chunk, Draft, Forward, Runner, RunnerError, RunnerOptions, WantLogits};
+pub use sampler::{SampleError, sample};

@@ -104,6 +104,16 @@ impl fmt::Display for WeightKey {
     }
 }
 
+/// A weight as an operation uses it: its key and logical shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightRef {
+    pub key: WeightKey,
+    /// Output channels; 1 for vectors.
+    pub rows: usize,
+    /// Input channels.
+    pub cols: usize,
+}
+
 /// Where a device gets the weights it loads.
 pub trait WeightSource {
     /// The stored form of `key`, or `None` if the model has no such weight. Vectors come as one row.

@@ -1,1 +1,31 @@
+//! What tests share: golden files, comparisons that say where, checkpoints damaged on purpose.
+//!
+//! For tests only, so everything here panics with a message instead of returning an error. Must not know a model: what a
+//! tensor means is the test's business. Read [`golden`] first.
 
+pub mod compare;
+pub mod damage;
+pub mod golden;
+mod safetensors;
+
+use std::path::{Path, PathBuf};
+
+pub use compare::{argmax, assert_close, assert_equal};
+pub use damage::{CheckpointCopy, TensorFile};
+pub use golden::{Array, Golden};
+
+/// The root of this repository.
+pub fn repo_root() -> PathBuf {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().and_then(Path::parent);
+    crates.expect("testkit lies two folders below the root").to_owned()
+}
+
+/// The oracle: golden files and the tiny checkpoints `tiny`, `tiny-bf16` and `tiny-mlx`.
+pub fn oracle_dir() -> PathBuf {
+    repo_root().join("oracle")
+}
+
+/// A new empty folder, removed when the value is dropped.
+pub fn scratch_dir() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("troika-test-").tempdir().expect("the temporary folder is writable")
+}

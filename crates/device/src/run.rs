@@ -1,0 +1,194 @@
+//! A running step: the template, what it is run on, its memory, and the state of its sequences.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use troika_base::StepId;
+use troika_graph::{Element, StepGraph, StepRows, ValueId};
+
+use crate::state::SequenceState;
+
+/// Memory of one slot.
+#[derive(Debug)]
+enum Buffer {
+    F32(RwLock<Vec<f32>>),
+    I32(RwLock<Vec<i32>>),
+}
+
+/// A step in flight. Devices read and write its values through the locks of their slots; the memory plan and the
+/// predecessors of each node see to it that nobody ever waits for one.
+#[derive(Debug)]
+pub struct StepRun {
+    id: StepId,
+    graph: Arc<StepGraph>,
+    rows: StepRows,
+    positions: Vec<i64>,
+    /// One per segment.
+    states: Vec<Arc<SequenceState>>,
+    buffers: Vec<Buffer>,
+}
+
+/// Buffers of finished steps, kept for the next ones: allocating hundreds of megabytes per step costs more than many
+/// operations do.
+#[derive(Debug, Default)]
+pub struct BufferPool {
+    f32s: Mutex<Vec<Vec<f32>>>,
+    i32s: Mutex<Vec<Vec<i32>>>,
+}
+
+impl BufferPool {
+    /// Most buffers kept of each type; a step of any model here has fewer slots.
+    const MAX_KEPT: usize = 64;
+
+    fn take<T: Clone + Default>(kept: &Mutex<Vec<Vec<T>>>, elements: usize) -> Vec<T> {
+        let mut kept = lock(kept);
+        // The smallest that fits without growing.
+        let best = (0..kept.len()).filter(|i| kept[*i].capacity() >= elements).min_by_key(|i| kept[*i].capacity());
+        let mut buffer = best.map_or_else(Vec::new, |index| kept.swap_remove(index));
+        drop(kept);
+        buffer.resize(elements, T::default());
+        buffer
+    }
+
+    fn give<T>(kept: &Mutex<Vec<Vec<T>>>, buffer: Vec<T>) {
+        let mut kept = lock(kept);
+        if kept.len() < Self::MAX_KEPT {
+            kept.push(buffer);
+        }
+    }
+
+    /// Frees everything kept, e.g. after a step that was much larger than the rest.
+    pub fn clear(&self) {
+        lock(&self.f32s).clear();
+        lock(&self.i32s).clear();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic while holding the lock leaves a list of buffers, which is never half-changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl StepRun {
+    /// Binds a template to tokens and sequences and takes memory for it.
+    ///
+    /// # Panics
+    ///
+    /// If the rows do not fit the template, or there is not one state per segment.
+    pub fn new(
+        id: StepId,
+        graph: Arc<StepGraph>,
+        rows: StepRows,
+        states: Vec<Arc<SequenceState>>,
+        pool: &BufferPool,
+    ) -> Self {
+        rows.check_invariants();
+        assert_eq!(rows.num_rows(), graph.num_rows(), "the template is for another row count");
+        assert_eq!(rows.logit_rows.len(), graph.num_logit_rows(), "the template is for another number of logit rows");
+        assert_eq!(rows.segments.len(), states.len(), "one state per segment");
+        let buffers = graph.memory().slots().iter().map(|slot| match slot.element {
+            Element::F32 => Buffer::F32(RwLock::new(BufferPool::take(&pool.f32s, slot.elements))),
+            Element::I32 => Buffer::I32(RwLock::new(BufferPool::take(&pool.i32s, slot.elements))),
+        });
+        let buffers = buffers.collect();
+        let positions = rows.positions();
+        Self { id, graph, rows, positions, states, buffers }
+    }
+
+    /// Number of the step.
+    pub fn id(&self) -> StepId {
+        self.id
+    }
+
+    /// The template.
+    pub fn graph(&self) -> &Arc<StepGraph> {
+        &self.graph
+    }
+
+    /// What it runs on.
+    pub fn rows(&self) -> &StepRows {
+        &self.rows
+    }
+
+    /// Absolute position of every row.
+    pub fn positions(&self) -> &[i64] {
+        &self.positions
+    }
+
+    /// State of each segment's sequence.
+    pub fn states(&self) -> &[Arc<SequenceState>] {
+        &self.states
+    }
+
+    /// A value's slot, which may be longer than the value: use [`Self::len`].
+    ///
+    /// # Panics
+    ///
+    /// If the value holds integers.
+    pub fn read_f32(&self, value: ValueId) -> RwLockReadGuard<'_, Vec<f32>> {
+        let Buffer::F32(buffer) = self.buffer(value) else { panic!("{value:?} holds integers") };
+        buffer.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Self::read_f32`], for writing.
+    ///
+    /// # Panics
+    ///
+    /// If the value holds integers.
+    pub fn write_f32(&self, value: ValueId) -> RwLockWriteGuard<'_, Vec<f32>> {
+        let Buffer::F32(buffer) = self.buffer(value) else { panic!("{value:?} holds integers") };
+        buffer.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Self::read_f32`], for integers.
+    ///
+    /// # Panics
+    ///
+    /// If the value holds floats.
+    pub fn read_i32(&self, value: ValueId) -> RwLockReadGuard<'_, Vec<i32>> {
+        let Buffer::I32(buffer) = self.buffer(value) else { panic!("{value:?} holds floats") };
+        buffer.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As [`Self::read_i32`], for writing.
+    ///
+    /// # Panics
+    ///
+    /// If the value holds floats.
+    pub fn write_i32(&self, value: ValueId) -> RwLockWriteGuard<'_, Vec<i32>> {
+        let Buffer::I32(buffer) = self.buffer(value) else { panic!("{value:?} holds floats") };
+        buffer.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Elements of a value.
+    pub fn len(&self, value: ValueId) -> usize {
+        self.graph.value(value).len()
+    }
+
+    /// A copy of a kept value.
+    pub fn copy_f32(&self, value: ValueId) -> Vec<f32> {
+        self.read_f32(value)[..self.len(value)].to_vec()
+    }
+
+    /// A copy of a kept integer value.
+    pub fn copy_i32(&self, value: ValueId) -> Vec<i32> {
+        self.read_i32(value)[..self.len(value)].to_vec()
+    }
+
+    /// Gives the step's memory back.
+    pub fn recycle(self, pool: &BufferPool) {
+        for buffer in self.buffers {
+            match buffer {
+                Buffer::F32(buffer) => {
+                    BufferPool::give(&pool.f32s, buffer.into_inner().unwrap_or_else(PoisonError::into_inner));
+                }
+                Buffer::I32(buffer) => {
+                    BufferPool::give(&pool.i32s, buffer.into_inner().unwrap_or_else(PoisonError::into_inner));
+                }
+            }
+        }
+    }
+
+    fn buffer(&self, value: ValueId) -> &Buffer {
+        &self.buffers[self.graph.memory().slot_of(value).0 as usize]
+    }
+}

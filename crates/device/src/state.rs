@@ -1,0 +1,556 @@
+//! The memory of a sequence: window rows, compressed rows and pending tokens of each layer (model spec, section 11).
+//!
+//! Writes are *staged*: nodes append rows and later nodes see them at once; [`SequenceState::commit`] keeps those of the
+//! accepted tokens, [`SequenceState::roll_back`] takes the rest back. Nothing here computes rows; see [`crate::cpu`].
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use troika_graph::Scope;
+
+/// What a layer keeps per sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerShape {
+    /// Width of a K=V row, `d`.
+    pub head_dim: usize,
+    /// Rows of the window.
+    pub window: usize,
+    /// The layer's compressor.
+    pub compressed: Option<PoolShape>,
+    /// The indexer's compressor.
+    pub index: Option<PoolShape>,
+}
+
+/// What a compressor keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolShape {
+    /// Tokens per row.
+    pub ratio: usize,
+    /// Width of a row.
+    pub dim: usize,
+    /// Rows also pool lane A of the block before; projections are `2 dim` wide.
+    pub overlap: bool,
+}
+
+impl PoolShape {
+    /// Width of a projected token.
+    pub fn width(&self) -> usize {
+        if self.overlap { 2 * self.dim } else { self.dim }
+    }
+}
+
+/// What a model keeps per sequence.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StateShape {
+    /// One entry per trunk layer and drafter stage.
+    pub layers: BTreeMap<Scope, LayerShape>,
+}
+
+/// Rows of equal width in pieces of [`Rows::PIECE`], so that growing never copies what is there.
+#[derive(Clone, Debug)]
+pub struct Rows {
+    dim: usize,
+    len: usize,
+    pieces: Vec<Vec<f32>>,
+}
+
+impl Rows {
+    /// Rows per piece: those of 128 tokens in a layer of ratio 4.
+    pub const PIECE: usize = 32;
+
+    /// No rows.
+    pub fn new(dim: usize) -> Self {
+        Self { dim, len: 0, pieces: Vec::new() }
+    }
+
+    /// Rows.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Row `index`, `[dim]`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such row.
+    pub fn row(&self, index: usize) -> &[f32] {
+        assert!(index < self.len, "row {index} of {}", self.len);
+        let start = index % Self::PIECE * self.dim;
+        &self.pieces[index / Self::PIECE][start..start + self.dim]
+    }
+
+    /// The rows in order, in pieces of whole rows.
+    pub fn pieces(&self) -> impl Iterator<Item = &[f32]> {
+        self.pieces.iter().map(Vec::as_slice)
+    }
+
+    /// Appends a row.
+    ///
+    /// # Panics
+    ///
+    /// If its width differs.
+    pub fn push(&mut self, row: &[f32]) {
+        assert_eq!(row.len(), self.dim, "row width");
+        if self.len.is_multiple_of(Self::PIECE) {
+            self.pieces.push(Vec::with_capacity(Self::PIECE * self.dim));
+        }
+        self.pieces.last_mut().expect("pushed above").extend_from_slice(row);
+        self.len += 1;
+    }
+
+    /// Keeps the first `len` rows.
+    pub fn truncate(&mut self, len: usize) {
+        if len >= self.len {
+            return;
+        }
+        self.pieces.truncate(len.div_ceil(Self::PIECE));
+        if let Some(last) = self.pieces.last_mut() {
+            last.truncate((len - (len - 1) / Self::PIECE * Self::PIECE) * self.dim);
+        }
+        self.len = len;
+    }
+
+    fn bytes(&self) -> u64 {
+        (self.pieces.len() * Self::PIECE * self.dim * 4) as u64
+    }
+}
+
+/// The last K=V rows of a layer, oldest first.
+#[derive(Clone, Debug)]
+pub struct Window {
+    dim: usize,
+    capacity: usize,
+    /// Position of the first row kept.
+    first: usize,
+    rows: Vec<f32>,
+}
+
+impl Window {
+    fn new(dim: usize, capacity: usize) -> Self {
+        Self { dim, capacity, first: 0, rows: Vec::new() }
+    }
+
+    /// Position after the last row.
+    pub fn end(&self) -> usize {
+        self.first + self.rows.len() / self.dim
+    }
+
+    /// Position of the first row kept.
+    pub fn first(&self) -> usize {
+        self.first
+    }
+
+    /// Appends rows `[n, dim]`, the first of which belongs to `position`. If that does not continue what is there (a
+    /// drafter stage whose context was not computed for a while), the old rows are dropped.
+    ///
+    /// # Panics
+    ///
+    /// If they are not whole rows.
+    pub fn append(&mut self, position: usize, rows: &[f32]) {
+        assert!(rows.len().is_multiple_of(self.dim), "whole rows");
+        if position != self.end() {
+            self.rows.clear();
+            self.first = position;
+        }
+        self.rows.extend_from_slice(rows);
+    }
+
+    /// The row of position `position`.
+    ///
+    /// # Panics
+    ///
+    /// If it is not kept.
+    pub fn row(&self, position: usize) -> &[f32] {
+        assert!(position >= self.first, "row {position} left the window, which starts at {}", self.first);
+        let start = (position - self.first) * self.dim;
+        &self.rows[start..start + self.dim]
+    }
+
+    /// Drops rows at and after `end`.
+    fn truncate(&mut self, end: usize) {
+        self.rows.truncate(end.saturating_sub(self.first) * self.dim);
+    }
+
+    /// Drops rows that nobody at or after `end` can see. Moving what stays is put off until as much would go.
+    fn trim(&mut self, end: usize) {
+        let unseen = end.saturating_sub(self.capacity).min(self.end());
+        let drop = unseen.saturating_sub(self.first);
+        if drop >= self.capacity {
+            self.rows.drain(..drop * self.dim);
+            self.first = unseen;
+        }
+    }
+}
+
+/// A compressor's finished rows and the projected tokens it still needs.
+#[derive(Clone, Debug)]
+pub struct Pool {
+    shape: PoolShape,
+    /// Finished rows.
+    pub rows: Rows,
+    /// Position of the first projected token kept.
+    tail_start: usize,
+    /// Projected tokens `c`, `[n, width]`.
+    tail_kv: Vec<f32>,
+    /// Gates `z` with the position bias added, `[n, width]`.
+    tail_gate: Vec<f32>,
+}
+
+impl Pool {
+    fn new(shape: PoolShape) -> Self {
+        Self { shape, rows: Rows::new(shape.dim), tail_start: 0, tail_kv: Vec::new(), tail_gate: Vec::new() }
+    }
+
+    /// Position after the last projected token.
+    pub fn end(&self) -> usize {
+        self.tail_start + self.tail_kv.len() / self.shape.width()
+    }
+
+    /// Appends projected tokens, `kv` and `gate` both `[n, width]`, bias added.
+    ///
+    /// # Panics
+    ///
+    /// If the two differ in length.
+    pub fn append(&mut self, kv: &[f32], gate: &[f32]) {
+        assert_eq!(kv.len(), gate.len(), "one gate per channel");
+        self.tail_kv.extend_from_slice(kv);
+        self.tail_gate.extend_from_slice(gate);
+    }
+
+    /// `(c, z)` of the token at `position`, `[width]` each; `None` before the first token kept.
+    pub fn token(&self, position: usize) -> Option<(&[f32], &[f32])> {
+        let start = position.checked_sub(self.tail_start)? * self.shape.width();
+        let range = start..start + self.shape.width();
+        Some((self.tail_kv.get(range.clone())?, self.tail_gate.get(range)?))
+    }
+
+    /// Drops projected tokens that no row after `end` tokens can need.
+    pub fn trim(&mut self, end: usize) {
+        let ratio = self.shape.ratio;
+        let block = end / ratio * ratio;
+        let needed = if self.shape.overlap { block.saturating_sub(ratio) } else { block };
+        let drop = needed.saturating_sub(self.tail_start) * self.shape.width();
+        if drop > 0 {
+            self.tail_kv.drain(..drop);
+            self.tail_gate.drain(..drop);
+            self.tail_start = needed;
+        }
+    }
+
+    /// Drops tokens at and after `end`, and the rows they finished.
+    fn truncate(&mut self, end: usize) {
+        let width = self.shape.width();
+        self.tail_kv.truncate(end.saturating_sub(self.tail_start) * width);
+        self.tail_gate.truncate(self.tail_kv.len());
+        self.rows.truncate(end / self.shape.ratio);
+    }
+}
+
+/// State of one sequence in one layer.
+#[derive(Clone, Debug)]
+pub struct LayerState {
+    /// Rotated K=V rows.
+    pub window: Window,
+    /// Rows of the layer's compressor.
+    pub compressed: Option<Pool>,
+    /// Rows of the indexer's compressor.
+    pub index: Option<Pool>,
+}
+
+impl LayerState {
+    fn new(shape: &LayerShape) -> Self {
+        Self {
+            window: Window::new(shape.head_dim, shape.window),
+            compressed: shape.compressed.map(Pool::new),
+            index: shape.index.map(Pool::new),
+        }
+    }
+
+    fn trim(&mut self, end: usize) {
+        self.window.trim(end);
+        for pool in [&mut self.compressed, &mut self.index].into_iter().flatten() {
+            pool.trim(end);
+        }
+    }
+
+    fn truncate(&mut self, end: usize) {
+        self.window.truncate(end);
+        for pool in [&mut self.compressed, &mut self.index].into_iter().flatten() {
+            pool.truncate(end);
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        let pools = [&self.compressed, &self.index].into_iter().flatten();
+        let pools: u64 = pools.map(|p| p.rows.bytes() + (p.tail_kv.capacity() + p.tail_gate.capacity()) as u64 * 4).sum();
+        self.window.rows.capacity() as u64 * 4 + pools
+    }
+}
+
+/// State of one sequence in every layer.
+#[derive(Debug)]
+pub struct SequenceState {
+    layers: BTreeMap<Scope, Mutex<LayerState>>,
+    /// Committed tokens.
+    len: Mutex<usize>,
+}
+
+impl SequenceState {
+    /// An empty sequence.
+    pub fn new(shape: &StateShape) -> Self {
+        let layers = shape.layers.iter().map(|(scope, shape)| (*scope, Mutex::new(LayerState::new(shape)))).collect();
+        Self { layers, len: Mutex::new(0) }
+    }
+
+    /// State of a layer or stage. State edges order its users, so the lock is never waited for.
+    ///
+    /// # Panics
+    ///
+    /// If the model has no such layer.
+    pub fn layer(&self, scope: Scope) -> MutexGuard<'_, LayerState> {
+        let layer = self.layers.get(&scope).unwrap_or_else(|| panic!("no state for {scope:?}"));
+        // After a panic the step has failed and the sequence is given up, so nobody relies on its rows.
+        layer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Committed tokens.
+    pub fn len(&self) -> usize {
+        *self.len.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True if nothing is committed.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Keeps the rows of the first `rows` tokens staged since the last commit. What later steps have staged stays staged.
+    ///
+    /// # Panics
+    ///
+    /// If fewer rows were staged.
+    pub fn commit(&self, rows: usize) {
+        let end = self.len() + rows;
+        for (scope, layer) in &self.layers {
+            let mut layer = layer.lock().unwrap_or_else(PoisonError::into_inner);
+            // Drafter stages get rows only in steps that compute the drafter's context.
+            let staged = layer.window.end();
+            assert!(matches!(scope, Scope::Stage(_)) || staged >= end, "{scope:?} has rows up to {staged}, not {end}");
+            layer.trim(end);
+        }
+        *self.len.lock().unwrap_or_else(PoisonError::into_inner) = end;
+    }
+
+    /// Takes back every row that is staged but not committed. Possible only if all of them were staged as
+    /// [`troika_graph::Acceptance::Partial`]; other steps drop at once what this would need.
+    pub fn roll_back(&self) {
+        let end = self.len();
+        for layer in self.layers.values() {
+            layer.lock().unwrap_or_else(PoisonError::into_inner).truncate(end);
+        }
+    }
+
+    /// Bytes held, rows and reserve.
+    pub fn bytes(&self) -> u64 {
+        self.layers.values().map(|layer| layer.lock().unwrap_or_else(PoisonError::into_inner).bytes()).sum()
+    }
+
+    /// A copy of what section 11 of the model spec calls the state after [`Self::len`] tokens.
+    pub fn snapshot(&self) -> Snapshot {
+        let len = self.len();
+        let layers = self.layers.keys().map(|scope| (*scope, LayerSnapshot::of(&self.layer(*scope), len))).collect();
+        Snapshot { len, layers }
+    }
+
+    /// A sequence that continues from `snapshot`.
+    ///
+    /// # Panics
+    ///
+    /// If the snapshot has other layers or widths than `shape`.
+    pub fn restore(shape: &StateShape, snapshot: &Snapshot) -> Self {
+        let state = Self::new(shape);
+        for (scope, saved) in &snapshot.layers {
+            saved.write_to(&mut state.layer(*scope), snapshot.len);
+        }
+        *state.len.lock().unwrap_or_else(PoisonError::into_inner) = snapshot.len;
+        state
+    }
+}
+
+/// State of a sequence after `len` tokens, as plain arrays.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Snapshot {
+    /// Tokens.
+    pub len: usize,
+    /// Per layer.
+    pub layers: BTreeMap<Scope, LayerSnapshot>,
+}
+
+/// State of one layer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LayerSnapshot {
+    /// The last rows, oldest first, `[min(len, window), d]`.
+    pub window: Vec<f32>,
+    /// Of the layer's compressor.
+    pub compressed: Option<PoolSnapshot>,
+    /// Of the indexer's compressor.
+    pub index: Option<PoolSnapshot>,
+}
+
+/// State of a compressor (model spec 7.1); gates have the position bias added.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PoolSnapshot {
+    /// Finished rows, `[len / ratio, dim]`.
+    pub rows: Vec<f32>,
+    /// Tokens of the unfinished block, `[len % ratio, width]`.
+    pub pending_kv: Vec<f32>,
+    /// Their gates.
+    pub pending_gate: Vec<f32>,
+    /// Lane A of the last finished block, `[ratio, dim]`; only with overlap, and empty before the first block.
+    pub previous_kv: Vec<f32>,
+    /// Its gates.
+    pub previous_gate: Vec<f32>,
+}
+
+impl LayerSnapshot {
+    fn of(layer: &LayerState, len: usize) -> Self {
+        let first = len.saturating_sub(layer.window.capacity).max(layer.window.first());
+        // A stage may have fewer rows than tokens if the drafter's context was not always computed.
+        let window = (first..layer.window.end().min(len)).flat_map(|p| layer.window.row(p).iter().copied()).collect();
+        let pool = |pool: &Option<Pool>| pool.as_ref().map(|pool| PoolSnapshot::of(pool, len));
+        Self { window, compressed: pool(&layer.compressed), index: pool(&layer.index) }
+    }
+
+    fn write_to(&self, layer: &mut LayerState, len: usize) {
+        layer.window.first = len - self.window.len() / layer.window.dim;
+        layer.window.rows.clone_from(&self.window);
+        for (pool, saved) in [(&mut layer.compressed, &self.compressed), (&mut layer.index, &self.index)] {
+            assert_eq!(pool.is_some(), saved.is_some(), "the snapshot is of another layer kind");
+            if let (Some(pool), Some(saved)) = (pool, saved) {
+                saved.write_to(pool, len);
+            }
+        }
+    }
+}
+
+impl PoolSnapshot {
+    fn of(pool: &Pool, len: usize) -> Self {
+        let PoolShape { ratio, dim, overlap } = pool.shape;
+        let mut saved = Self { rows: pool.rows.pieces().flatten().copied().collect(), ..Self::default() };
+        let block = len / ratio * ratio;
+        for position in block..len {
+            let (kv, gate) = pool.token(position).expect("pending tokens are kept");
+            saved.pending_kv.extend_from_slice(kv);
+            saved.pending_gate.extend_from_slice(gate);
+        }
+        if overlap {
+            for position in block.saturating_sub(ratio)..block {
+                let (kv, gate) = pool.token(position).expect("the block before is kept");
+                saved.previous_kv.extend_from_slice(&kv[..dim]);
+                saved.previous_gate.extend_from_slice(&gate[..dim]);
+            }
+        }
+        saved
+    }
+
+    fn write_to(&self, pool: &mut Pool, len: usize) {
+        let PoolShape { ratio, dim, .. } = pool.shape;
+        for row in self.rows.chunks_exact(dim) {
+            pool.rows.push(row);
+        }
+        assert_eq!(pool.rows.len(), len / ratio, "finished rows after {len} tokens");
+        pool.tail_start = len / ratio * ratio;
+        if !self.previous_kv.is_empty() {
+            pool.tail_start -= ratio;
+            // Lane B of the block before has been used up.
+            for (kv, gate) in self.previous_kv.chunks_exact(dim).zip(self.previous_gate.chunks_exact(dim)) {
+                pool.append(&[kv, &vec![0.0; dim]].concat(), &[gate, &vec![0.0; dim]].concat());
+            }
+        }
+        pool.append(&self.pending_kv, &self.pending_gate);
+        assert_eq!(pool.end(), len, "pending tokens after {len} tokens");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_grow_and_shrink_across_pieces() {
+        let mut rows = Rows::new(2);
+        for i in 0..70 {
+            rows.push(&[i as f32, -(i as f32)]);
+        }
+        assert_eq!(rows.row(69), &[69.0, -69.0]);
+        for len in [65, 64, 33, 32, 31, 1] {
+            rows.truncate(len);
+            assert_eq!(rows.len(), len);
+            assert_eq!(rows.row(len - 1)[0], (len - 1) as f32);
+            assert_eq!(rows.pieces().map(<[f32]>::len).sum::<usize>(), len * 2);
+        }
+        rows.push(&[7.0, 7.0]);
+        assert_eq!(rows.row(1), &[7.0, 7.0]);
+        rows.truncate(0);
+        assert!(rows.is_empty());
+        rows.push(&[8.0, 8.0]);
+        assert_eq!(rows.row(0), &[8.0, 8.0]);
+    }
+
+    fn shape() -> StateShape {
+        let pool = |dim| Some(PoolShape { ratio: 4, dim, overlap: true });
+        let layer = LayerShape { head_dim: 2, window: 3, compressed: pool(2), index: None };
+        StateShape { layers: BTreeMap::from([(Scope::Layer(0), layer)]) }
+    }
+
+    /// Appends tokens whose values are their positions, as the append and compress nodes would.
+    fn stage(state: &SequenceState, positions: std::ops::Range<usize>, keep: bool) {
+        let mut layer = state.layer(Scope::Layer(0));
+        for p in positions.clone() {
+            layer.window.append(p, &[p as f32; 2]);
+            let pool = layer.compressed.as_mut().expect("has one");
+            pool.append(&[p as f32; 4], &[p as f32; 4]);
+            if (p + 1) % 4 == 0 {
+                pool.rows.push(&[(p / 4) as f32; 2]);
+            }
+        }
+        if !keep {
+            layer.compressed.as_mut().expect("has one").trim(positions.end);
+        }
+    }
+
+    #[test]
+    fn a_roll_back_leaves_what_was_there_before() {
+        for accepted in 0..=6 {
+            let (state, want) = (SequenceState::new(&shape()), SequenceState::new(&shape()));
+            stage(&state, 0..11, false);
+            state.commit(11);
+            stage(&state, 11..17, true);
+            state.commit(accepted);
+            state.roll_back();
+            stage(&want, 0..11 + accepted, false);
+            want.commit(11 + accepted);
+            assert_eq!(state.snapshot(), want.snapshot(), "{accepted} accepted");
+        }
+    }
+
+    #[test]
+    fn snapshots_restore() {
+        for len in [1, 3, 4, 5, 8, 11] {
+            let state = SequenceState::new(&shape());
+            stage(&state, 0..len, false);
+            state.commit(len);
+            let restored = SequenceState::restore(&shape(), &state.snapshot());
+            assert_eq!(restored.snapshot(), state.snapshot());
+            for s in [&state, &restored] {
+                stage(s, len..len + 6, false);
+                s.commit(6);
+            }
+            assert_eq!(restored.snapshot(), state.snapshot(), "after {len} and 6 more");
+        }
+    }
+}

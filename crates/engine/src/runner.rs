@@ -1,0 +1,486 @@
+//! Forward passes for one caller: sequences, chunks in, logits out.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use troika_base::{NumericClass, SequenceId};
+use troika_device::cpu::{CpuDevice, CpuOptions};
+use troika_device::state::{LayerShape, PoolShape, Snapshot};
+use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
+use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
+use troika_model::config::LayerKind;
+use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
+use troika_runtime::{Executor, ExecutorError, Ledger, Plan, Priority, Step, Ticket};
+
+/// Settings of a [`Runner`].
+#[derive(Clone, Copy, Debug)]
+pub struct RunnerOptions {
+    /// The arithmetic.
+    pub class: NumericClass,
+    /// The primary device.
+    pub cpu: CpuOptions,
+    /// Compute the drafter's context with every step, so that [`Runner::draft`] can be called.
+    pub draft_context: bool,
+    /// Keep every intermediate value of a step readable through [`Forward::tap`]. Costs memory.
+    pub debug: bool,
+}
+
+impl RunnerOptions {
+    /// All cores, no drafter, no debugging.
+    pub fn new(class: NumericClass) -> Self {
+        Self { class, cpu: CpuOptions::default(), draft_context: false, debug: false }
+    }
+}
+
+/// Why a forward pass was refused or failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunnerError {
+    /// The device cannot take the model.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A step failed. The sequences it held are gone.
+    #[error(transparent)]
+    Executor(#[from] ExecutorError),
+    /// A token id the vocabulary does not have.
+    #[error("token {token} is not in the vocabulary of {vocab_size}")]
+    Token {
+        /// The id.
+        token: u32,
+        /// Tokens of the model.
+        vocab_size: usize,
+    },
+    /// The sequence would leave the model's context.
+    #[error("{tokens} tokens do not fit the model's context of {max}")]
+    ContextFull {
+        /// Tokens the sequence would have.
+        tokens: usize,
+        /// The model's limit.
+        max: usize,
+    },
+    /// A chunk without tokens, or a step without chunks.
+    #[error("a step needs at least one token of every sequence it names")]
+    Empty,
+    /// A sequence that is not there, or named twice in one step.
+    #[error("{0} is not a live sequence, or is named twice in one step")]
+    Sequence(SequenceId),
+    /// Rows of an earlier `Partial` chunk wait for [`Runner::commit`].
+    #[error("{0} has rows that are neither accepted nor given up")]
+    Uncommitted(SequenceId),
+    /// The model has no drafter, or its context is not computed.
+    #[error("no drafter: {reason}")]
+    NoDrafter {
+        /// Why.
+        reason: &'static str,
+    },
+}
+
+/// Which rows of a chunk want logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WantLogits {
+    /// None.
+    No,
+    /// The last `n` rows, or all if there are fewer.
+    Last(usize),
+}
+
+/// Tokens of one sequence for one step.
+#[derive(Clone, Copy, Debug)]
+pub struct Chunk<'a> {
+    /// Whose.
+    pub sequence: SequenceId,
+    /// The next tokens, at least one.
+    pub tokens: &'a [u32],
+    /// Rows whose logits are wanted.
+    pub logits: WantLogits,
+    /// Whether part of the rows may be given up later.
+    pub acceptance: Acceptance,
+}
+
+/// A finished forward pass.
+#[derive(Debug)]
+pub struct Forward {
+    run: StepRun,
+    /// What it did.
+    pub ledger: Ledger,
+    vocab_size: usize,
+    /// Logit rows of each chunk.
+    logit_rows: Vec<usize>,
+}
+
+impl Forward {
+    /// Logits of chunk `chunk`, `[rows, vocab_size]`.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such chunk.
+    pub fn logits(&self, chunk: usize) -> Vec<f32> {
+        let rows = self.logit_rows[chunk];
+        let Some(value) = self.run.graph().tap(Scope::Model, "logits") else { return Vec::new() };
+        let first: usize = self.logit_rows[..chunk].iter().sum();
+        self.run.read_f32(value)[first * self.vocab_size..][..rows * self.vocab_size].to_vec()
+    }
+
+    /// A kept value, `[rows, cols]`; see [`RunnerOptions::debug`].
+    pub fn tap(&self, scope: Scope, name: &'static str) -> Option<Vec<f32>> {
+        Some(self.run.copy_f32(self.run.graph().tap(scope, name)?))
+    }
+
+    /// As [`Self::tap`], for integers.
+    pub fn tap_i32(&self, scope: Scope, name: &'static str) -> Option<Vec<i32>> {
+        Some(self.run.copy_i32(self.run.graph().tap(scope, name)?))
+    }
+}
+
+/// What the drafter proposes after the newest token.
+#[derive(Debug)]
+pub struct Draft {
+    /// Proposed tokens, in order.
+    pub tokens: Vec<u32>,
+    /// Logits they were taken from, Markov correction included, `[block, vocab_size]`.
+    pub logits: Vec<f32>,
+    /// Raw confidence of each.
+    pub confidence: Vec<f32>,
+    /// The pass, for its taps and ledger.
+    pub forward: Forward,
+}
+
+/// Templates kept for reuse.
+const MAX_TEMPLATES: usize = 16;
+
+/// Runs forward passes on this machine's devices.
+pub struct Runner {
+    emitter: Emitter,
+    options: RunnerOptions,
+    executor: Executor,
+    device: Arc<CpuDevice>,
+    shape: StateShape,
+    sequences: BTreeMap<SequenceId, Arc<SequenceState>>,
+    next_sequence: u64,
+    templates: Vec<(StepSignature, Arc<StepGraph>)>,
+    /// Chunks of the steps in flight.
+    pending: BTreeMap<Ticket, Pending>,
+    /// Sequences with a `Partial` chunk that is not yet committed, from its submission on.
+    uncommitted: BTreeSet<SequenceId>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    /// Sequence, rows, whether to commit them when the step is done.
+    chunks: Vec<(SequenceId, usize, Acceptance)>,
+    logit_rows: Vec<usize>,
+}
+
+impl Runner {
+    /// Loads a model onto the devices.
+    ///
+    /// # Errors
+    ///
+    /// If a device cannot be started or refuses the weights.
+    pub fn new(
+        config: ModelConfig,
+        facts: ModelFacts,
+        weights: &dyn WeightSource,
+        options: RunnerOptions,
+    ) -> Result<Self, RunnerError> {
+        let device = Arc::new(CpuDevice::start(options.cpu)?);
+        device.load(weights)?;
+        let shape = state_shape(&config, &facts);
+        let primary: Arc<dyn Device> = Arc::clone(&device) as Arc<dyn Device>;
+        Ok(Self {
+            emitter: Emitter::new(config, facts),
+            options,
+            executor: Executor::new(vec![primary], Plan::Primary),
+            device,
+            shape,
+            sequences: BTreeMap::new(),
+            next_sequence: 0,
+            templates: Vec::new(),
+            pending: BTreeMap::new(),
+            uncommitted: BTreeSet::new(),
+        })
+    }
+
+    /// The model.
+    pub fn config(&self) -> &ModelConfig {
+        self.emitter.config()
+    }
+
+    /// What the checkpoint said beyond its configuration.
+    pub fn facts(&self) -> &ModelFacts {
+        self.emitter.facts()
+    }
+
+    /// The primary device, for people.
+    pub fn device_description(&self) -> &str {
+        &self.device.capabilities().description
+    }
+
+    /// Counts of all steps so far.
+    pub fn totals(&self) -> &Ledger {
+        self.executor.totals()
+    }
+
+    /// Starts an empty sequence.
+    pub fn new_sequence(&mut self) -> SequenceId {
+        self.adopt(SequenceState::new(&self.shape))
+    }
+
+    /// Starts a sequence from a snapshot.
+    pub fn restore(&mut self, snapshot: &Snapshot) -> SequenceId {
+        self.adopt(SequenceState::restore(&self.shape, snapshot))
+    }
+
+    fn adopt(&mut self, state: SequenceState) -> SequenceId {
+        let id = SequenceId(self.next_sequence);
+        self.next_sequence += 1;
+        self.sequences.insert(id, Arc::new(state));
+        id
+    }
+
+    /// A copy of the sequence's state.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    pub fn snapshot(&self, sequence: SequenceId) -> Result<Snapshot, RunnerError> {
+        Ok(self.state(sequence)?.snapshot())
+    }
+
+    /// Committed tokens of a sequence.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    pub fn num_computed_tokens(&self, sequence: SequenceId) -> Result<usize, RunnerError> {
+        Ok(self.state(sequence)?.len())
+    }
+
+    /// Bytes of all sequences' states.
+    pub fn state_bytes(&self) -> u64 {
+        self.sequences.values().map(|state| state.bytes()).sum()
+    }
+
+    /// Forgets a sequence and frees its state. Unknown ids are ignored.
+    pub fn drop_sequence(&mut self, sequence: SequenceId) {
+        self.sequences.remove(&sequence);
+        self.uncommitted.remove(&sequence);
+    }
+
+    fn state(&self, sequence: SequenceId) -> Result<&Arc<SequenceState>, RunnerError> {
+        self.sequences.get(&sequence).ok_or(RunnerError::Sequence(sequence))
+    }
+
+    /// Runs one step and waits for it. Rows of `Whole` chunks are committed; of `Partial` ones the caller commits what it
+    /// accepts.
+    ///
+    /// # Errors
+    ///
+    /// If a chunk is malformed (nothing has changed then) or the step failed.
+    pub fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Forward, RunnerError> {
+        let ticket = self.submit(chunks, Priority::Prefill)?;
+        loop {
+            let (done, forward) = self.next_done()?;
+            if done == ticket {
+                return Ok(forward);
+            }
+            self.recycle(forward);
+        }
+    }
+
+    /// Queues one step. A sequence may be in several steps in flight; they run in the order of submission.
+    ///
+    /// # Errors
+    ///
+    /// If a chunk is malformed; nothing has changed then.
+    pub fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError> {
+        let mut rows = StepRows::default();
+        let mut states = Vec::with_capacity(chunks.len());
+        let mut logit_rows = Vec::with_capacity(chunks.len());
+        for (index, chunk) in chunks.iter().enumerate() {
+            if chunks[..index].iter().any(|other| other.sequence == chunk.sequence) {
+                return Err(RunnerError::Sequence(chunk.sequence));
+            }
+            if self.uncommitted.contains(&chunk.sequence) {
+                return Err(RunnerError::Uncommitted(chunk.sequence));
+            }
+            let state = self.state(chunk.sequence)?;
+            let position = state.len() + self.rows_in_flight(chunk.sequence);
+            self.check_tokens(chunk.tokens, position)?;
+            let (row, count) = (rows.tokens.len(), chunk.tokens.len());
+            rows.tokens.extend(chunk.tokens.iter().map(|token| *token as i32));
+            let (sequence, acceptance) = (chunk.sequence, chunk.acceptance);
+            rows.segments.push(Segment { sequence, row, rows: count, position, acceptance });
+            let wanted = match chunk.logits {
+                WantLogits::No => 0,
+                WantLogits::Last(n) => n.min(count),
+            };
+            rows.logit_rows.extend(row + count - wanted..row + count);
+            logit_rows.push(wanted);
+            states.push(Arc::clone(state));
+        }
+        if rows.tokens.is_empty() {
+            return Err(RunnerError::Empty);
+        }
+        let graph = self.template(&rows);
+        let partial = chunks.iter().filter(|chunk| chunk.acceptance == Acceptance::Partial);
+        self.uncommitted.extend(partial.map(|chunk| chunk.sequence));
+        let chunks = chunks.iter().map(|c| (c.sequence, c.tokens.len(), c.acceptance)).collect();
+        let ticket = self.executor.submit(Step { graph, rows, states, priority })?;
+        self.pending.insert(ticket, Pending { chunks, logit_rows });
+        Ok(ticket)
+    }
+
+    /// Waits for any step in flight.
+    ///
+    /// # Errors
+    ///
+    /// If a step failed. Its sequences are dropped, since their state is no longer to be trusted.
+    pub fn next_done(&mut self) -> Result<(Ticket, Forward), RunnerError> {
+        let finished = match self.executor.next_done() {
+            Ok(finished) => finished,
+            Err(error) => {
+                if let ExecutorError::Node { step, .. } = &error
+                    && let Some(pending) = self.pending.remove(&Ticket(*step))
+                {
+                    pending.chunks.iter().for_each(|(sequence, ..)| self.drop_sequence(*sequence));
+                }
+                return Err(error.into());
+            }
+        };
+        let pending = self.pending.remove(&finished.ticket).expect("every step in flight is noted");
+        for (sequence, rows, acceptance) in &pending.chunks {
+            // The sequence may have been dropped meanwhile.
+            if let (Acceptance::Whole, Some(state)) = (acceptance, self.sequences.get(sequence)) {
+                state.commit(*rows);
+            }
+        }
+        let forward = Forward {
+            run: finished.run,
+            ledger: finished.ledger,
+            vocab_size: self.config().vocab_size,
+            logit_rows: pending.logit_rows,
+        };
+        Ok((finished.ticket, forward))
+    }
+
+    /// Keeps the first `rows` staged rows of a sequence's `Partial` chunk and takes the others back.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    ///
+    /// # Panics
+    ///
+    /// If its step is still in flight, or staged fewer rows.
+    pub fn commit(&mut self, sequence: SequenceId, rows: usize) -> Result<(), RunnerError> {
+        assert_eq!(self.rows_in_flight(sequence), 0, "{sequence} is in a step in flight");
+        let state = self.state(sequence)?;
+        state.commit(rows);
+        state.roll_back();
+        self.uncommitted.remove(&sequence);
+        Ok(())
+    }
+
+    /// Takes back the memory of a pass that nobody reads any more.
+    pub fn recycle(&self, forward: Forward) {
+        self.executor.recycle(forward.run);
+    }
+
+    /// What the drafter proposes to follow `anchor`, the newest token, which is not yet part of the sequence.
+    ///
+    /// # Errors
+    ///
+    /// If there is no drafter, or the token or sequence is unknown.
+    pub fn draft(&mut self, sequence: SequenceId, anchor: u32) -> Result<Draft, RunnerError> {
+        if self.facts().num_stages == 0 {
+            return Err(RunnerError::NoDrafter { reason: "the checkpoint has no mtp.* tensors" });
+        }
+        if !self.options.draft_context {
+            return Err(RunnerError::NoDrafter { reason: "its context is not being computed" });
+        }
+        let dspark = self.config().dspark.clone().ok_or(RunnerError::NoDrafter { reason: "no dspark_* keys" })?;
+        let state = Arc::clone(self.state(sequence)?);
+        let position = state.len();
+        self.check_tokens(&[anchor], position)?;
+        let mut tokens = vec![dspark.noise_token_id as i32; dspark.block_size];
+        tokens[0] = anchor as i32;
+        let rows = tokens.len();
+        let segment = Segment { sequence, row: 0, rows, position, acceptance: Acceptance::Whole };
+        let rows = StepRows { tokens, segments: vec![segment], logit_rows: (0..rows).collect() };
+        let graph = Arc::new(self.emitter.draft(self.options.class, self.options.debug));
+        let ticket =
+            self.executor.submit(Step { graph, rows, states: vec![state], priority: Priority::Decode })?;
+        // The block writes no state, so nothing is committed.
+        self.pending.insert(ticket, Pending { chunks: Vec::new(), logit_rows: vec![0] });
+        let (done, forward) = self.next_done()?;
+        assert_eq!(done, ticket, "drafting needs an idle runner");
+        let last = Scope::Stage(self.facts().num_stages as u16 - 1);
+        let kept = "the draft template keeps it";
+        Ok(Draft {
+            tokens: forward.tap_i32(last, "draft_ids").expect(kept).into_iter().map(|id| id as u32).collect(),
+            logits: forward.tap(last, "draft_logits").expect(kept),
+            confidence: forward.tap(last, "confidence").expect(kept),
+            forward,
+        })
+    }
+
+    fn check_tokens(&self, tokens: &[u32], position: usize) -> Result<(), RunnerError> {
+        let config = self.config();
+        if tokens.is_empty() {
+            return Err(RunnerError::Empty);
+        }
+        if let Some(token) = tokens.iter().copied().find(|token| *token as usize >= config.vocab_size) {
+            return Err(RunnerError::Token { token, vocab_size: config.vocab_size });
+        }
+        let (tokens, max) = (position + tokens.len(), config.max_position_embeddings);
+        if tokens > max { Err(RunnerError::ContextFull { tokens, max }) } else { Ok(()) }
+    }
+
+    fn rows_in_flight(&self, sequence: SequenceId) -> usize {
+        let chunks = self.pending.values().flat_map(|pending| &pending.chunks);
+        chunks.filter(|(other, ..)| *other == sequence).map(|(_, rows, _)| rows).sum()
+    }
+
+    fn template(&mut self, rows: &StepRows) -> Arc<StepGraph> {
+        let signature = StepSignature {
+            rows: rows.num_rows(),
+            logit_rows: rows.logit_rows.len(),
+            // Debugging looks at scores even where there is no choice.
+            select: self.options.debug || self.emitter.needs_selection(rows.max_context()),
+            class: self.options.class,
+            draft_context: self.options.draft_context && self.facts().num_stages > 0,
+            debug_blocks: self.options.debug.then(|| rows.max_context() / 4),
+        };
+        if let Some((_, graph)) = self.templates.iter().find(|(other, _)| *other == signature) {
+            return Arc::clone(graph);
+        }
+        let graph = Arc::new(self.emitter.trunk(&signature));
+        if self.templates.len() == MAX_TEMPLATES {
+            self.templates.remove(0);
+        }
+        self.templates.push((signature, Arc::clone(&graph)));
+        graph
+    }
+}
+
+/// What each layer keeps per sequence (model spec 11.1).
+fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
+    let window_only =
+        LayerShape { head_dim: config.head_dim, window: config.sliding_window, compressed: None, index: None };
+    let pool = |ratio, dim, overlap| Some(PoolShape { ratio, dim, overlap });
+    let trunk = (0..config.num_hidden_layers).map(|layer| {
+        let shape = match config.layer_kind(layer) {
+            LayerKind::Swa => window_only,
+            LayerKind::Csa => LayerShape {
+                compressed: pool(4, config.head_dim, true),
+                index: pool(4, config.index_head_dim, true),
+                ..window_only
+            },
+            LayerKind::Hca { ratio } => LayerShape { compressed: pool(ratio, config.head_dim, false), ..window_only },
+        };
+        (Scope::Layer(layer as u16), shape)
+    });
+    let stages = (0..facts.num_stages).map(|stage| (Scope::Stage(stage as u16), window_only));
+    StateShape { layers: trunk.chain(stages).collect() }
+}

@@ -1,0 +1,134 @@
+//! Drawing the next token from logits.
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+
+use crate::api::Sampling;
+
+/// The logits are not numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the model produced no finite logit: its weights or state are damaged")]
+pub struct SampleError;
+
+/// The token at `position` (of the token being drawn), from `logits [vocab_size]`.
+///
+/// Randomness depends on `sampling.seed` and `position` alone. Filters apply in the order top-k, top-p, min-p, after the
+/// temperature; equally likely tokens rank by id.
+///
+/// # Errors
+///
+/// If no logit is finite.
+pub fn sample(logits: &[f32], sampling: &Sampling, position: usize) -> Result<u32, SampleError> {
+    let best = best_token(logits).ok_or(SampleError)?;
+    if sampling.temperature <= 0.0 || sampling.top_k == 1 {
+        return Ok(best as u32);
+    }
+    let (top, temperature) = (f64::from(logits[best]), f64::from(sampling.temperature));
+    let mut candidates: Vec<(u32, f64)> = logits
+        .iter()
+        .enumerate()
+        .filter(|(_, logit)| logit.is_finite())
+        .map(|(id, logit)| (id as u32, ((f64::from(*logit) - top) / temperature).exp()))
+        .collect();
+    if sampling.top_k > 0 || sampling.top_p < 1.0 || sampling.min_p > 0.0 {
+        filter(&mut candidates, sampling);
+    }
+    let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
+    let mut left = uniform(sampling.seed, position) * total;
+    for (id, weight) in &candidates {
+        left -= weight;
+        if left < 0.0 {
+            return Ok(*id);
+        }
+    }
+    // Rounding can leave a rest of the last weight.
+    Ok(candidates.last().map_or(best as u32, |(id, _)| *id))
+}
+
+fn best_token(logits: &[f32]) -> Option<usize> {
+    let finite = logits.iter().enumerate().filter(|(_, logit)| logit.is_finite());
+    finite.fold(None, |best: Option<usize>, (id, logit)| match best {
+        Some(best) if logits[best] >= *logit => Some(best),
+        _ => Some(id),
+    })
+}
+
+fn filter(candidates: &mut Vec<(u32, f64)>, sampling: &Sampling) {
+    candidates.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    if sampling.top_k > 0 {
+        candidates.truncate(sampling.top_k);
+    }
+    let total: f64 = candidates.iter().map(|(_, weight)| weight).sum();
+    if sampling.top_p < 1.0 {
+        let mut sum = 0.0;
+        let enough = candidates.iter().position(|(_, weight)| {
+            sum += weight;
+            sum >= f64::from(sampling.top_p) * total
+        });
+        candidates.truncate(enough.map_or(candidates.len(), |index| index + 1));
+    }
+    if sampling.min_p > 0.0 {
+        let least = candidates[0].1 * f64::from(sampling.min_p);
+        candidates.retain(|(_, weight)| *weight >= least);
+    }
+}
+
+/// A number in `[0, 1)` that depends on its arguments alone.
+fn uniform(seed: u64, position: usize) -> f64 {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(position as u64);
+    (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
+
+    fn draws(logits: &[f32], sampling: &Sampling, n: usize) -> Vec<u32> {
+        (0..n).map(|position| sample(logits, sampling, position).expect("finite")).collect()
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_the_best() {
+        assert_eq!(sample(&[0.0, 3.0, 3.0, f32::NAN], &Sampling::GREEDY, 0), Ok(1));
+        assert_eq!(sample(&[f32::NAN, f32::INFINITY], &Sampling::GREEDY, 0), Err(SampleError));
+        assert_eq!(sample(&[f32::NEG_INFINITY, -5.0], &PLAIN, 0), Ok(1));
+    }
+
+    #[test]
+    fn draws_follow_the_distribution() {
+        let logits = [0.0f32, 2.0f32.ln(), 5.0f32.ln()];
+        let draws = draws(&logits, &PLAIN, 20_000);
+        for (token, share) in [(0, 0.125), (1, 0.25), (2, 0.625)] {
+            let got = draws.iter().filter(|t| **t == token).count() as f64 / draws.len() as f64;
+            // Four standard deviations of a share of 20,000 draws.
+            assert!((got - share).abs() < 0.014, "token {token}: {got} against {share}");
+        }
+    }
+
+    #[test]
+    fn draws_depend_on_seed_and_position_alone() {
+        let logits: Vec<f32> = (0..50).map(|i| (i as f32 * 0.7).sin()).collect();
+        let all = draws(&logits, &PLAIN, 64);
+        assert_eq!(all[40], sample(&logits, &PLAIN, 40).expect("finite"), "no hidden state");
+        assert_ne!(all, draws(&logits, &Sampling { seed: 1, ..PLAIN }, 64));
+    }
+
+    #[test]
+    fn filters_keep_what_they_say() {
+        let logits = [0.5f32.ln(), 0.2f32.ln(), 0.2f32.ln(), 0.1f32.ln()];
+        let kept = |sampling: Sampling| {
+            let mut kept = draws(&logits, &sampling, 500);
+            kept.sort_unstable();
+            kept.dedup();
+            kept
+        };
+        assert_eq!(kept(PLAIN), [0, 1, 2, 3]);
+        assert_eq!(kept(Sampling { top_k: 2, ..PLAIN }), [0, 1], "ties rank by id");
+        assert_eq!(kept(Sampling { top_p: 0.49, ..PLAIN }), [0]);
+        assert_eq!(kept(Sampling { top_p: 0.6, ..PLAIN }), [0, 1]);
+        assert_eq!(kept(Sampling { min_p: 0.3, ..PLAIN }), [0, 1, 2]);
+    }
+}

@@ -1,0 +1,5 @@
+//! The engine against the oracle, and against itself under other chunkings, neighbours and threads.
+
+mod contract;
+mod golden;
+mod support;

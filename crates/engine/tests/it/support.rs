@@ -1,0 +1,42 @@
+//! Opening the tiny checkpoints.
+
+use troika_base::{NumericClass, SequenceId};
+use troika_device::map_file;
+use troika_engine::{Chunk, Forward, Runner, RunnerOptions, WantLogits};
+use troika_graph::Acceptance;
+use troika_model::{Checkpoint, DrafterStatus, ModelFacts, ScaleCheck, WeightTable};
+use troika_testkit::oracle_dir;
+
+/// The three layouts of the oracle's model, which hold identical values.
+pub(crate) const CHECKPOINTS: [&str; 3] = ["tiny", "tiny-bf16", "tiny-mlx"];
+
+pub(crate) fn options() -> RunnerOptions {
+    let mut options = RunnerOptions::new(NumericClass::Exact);
+    options.cpu.threads = 2;
+    options
+}
+
+pub(crate) fn open(name: &str, options: RunnerOptions) -> Runner {
+    let checkpoint = Checkpoint::open(&oracle_dir().join(name), &map_file).expect("the oracle's checkpoint opens");
+    let weights = WeightTable::build(&checkpoint, ScaleCheck::All).expect("it is complete");
+    let num_stages = match weights.drafter() {
+        DrafterStatus::Available { num_stages } => usize::from(*num_stages),
+        DrafterStatus::Unavailable { .. } => 0,
+    };
+    let facts = ModelFacts { hash_layers: weights.hash_layers().to_vec(), num_stages };
+    Runner::new(checkpoint.config().model.clone(), facts, &weights, options).expect("the model loads")
+}
+
+/// One chunk of one sequence, all rows kept.
+pub(crate) fn feed(runner: &mut Runner, sequence: SequenceId, tokens: &[u32], logits: usize) -> Forward {
+    let chunk = Chunk { sequence, tokens, logits: WantLogits::Last(logits), acceptance: Acceptance::Whole };
+    runner.forward(&[chunk]).expect("the step runs")
+}
+
+/// Logits of the last `last` of `tokens`, computed in one step.
+pub(crate) fn one_shot(runner: &mut Runner, tokens: &[u32], last: usize) -> Vec<f32> {
+    let sequence = runner.new_sequence();
+    let logits = feed(runner, sequence, tokens, last).logits(0);
+    runner.drop_sequence(sequence);
+    logits
+}

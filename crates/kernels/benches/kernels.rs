@@ -1,0 +1,129 @@
+//! Speed of the kernels on one thread at the best level. `item/s` of the products are multiply-adds (twice that is
+//! FLOP/s), `B/s` are stored weight bytes. `cargo bench -p troika-kernels -- matmul` picks a group.
+
+use divan::counter::{BytesCount, ItemsCount};
+use divan::{Bencher, black_box};
+use troika_base::storage::ScaleFormat;
+use troika_base::{Format, SharedBytes, StoredTensor};
+use troika_kernels::{
+    CpuLevel, Ctx, ExpertWeights, HcParams, RowList, attend_row, hc_post, hc_pre, index_scores, matmul, routed_experts,
+};
+
+fn main() {
+    divan::main();
+}
+
+/// Numbers in -1..1 from a generator; the exact values do not matter for speed.
+fn numbers(n: usize) -> Vec<f32> {
+    let mut state = 1u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// A weight with codes of small magnitude and scales near 1.
+fn weight(format: Format, rows: usize, cols: usize) -> StoredTensor {
+    let [data, scales, biases] = format.byte_lengths(rows, cols).expect("the shape fits");
+    let fill =
+        |n: usize, pattern: &[u8]| SharedBytes::new(pattern.iter().copied().cycle().take(n).collect::<Vec<u8>>());
+    let (data_pattern, scale_pattern): (&[u8], &[u8]) = match format {
+        Format::F32 => (&[0, 0, 0x80, 0x3f, 0, 0, 0, 0xbf], &[]),
+        Format::F16 => (&[0, 0x3c, 0, 0xb8], &[]),
+        Format::Bf16 => (&[0x80, 0x3f, 0, 0xbf], &[]),
+        Format::Affine { .. } => (&[0x12, 0x9a, 0x57, 0xe3, 0x0c], &[0x80, 0x3c]),
+        _ => (&[0x12, 0xaa, 0x57, 0xe3, 0x0c], &[127, 126]),
+    };
+    let parts = [fill(data, data_pattern), fill(scales, scale_pattern), fill(biases, scale_pattern)];
+    StoredTensor::new(format, rows, cols, parts).expect("parts fit")
+}
+
+fn format(name: &str) -> Format {
+    match name {
+        "f32" => Format::F32,
+        "f16" => Format::F16,
+        "bf16" => Format::Bf16,
+        "fp8" => Format::Fp8Tile { scale: ScaleFormat::E8m0 },
+        "mxfp8" => Format::Mxfp8,
+        "mxfp4" => Format::Mxfp4,
+        "affine4" => Format::Affine { bits: 4, group: 64, scale: ScaleFormat::Bf16 },
+        "affine3" => Format::Affine { bits: 3, group: 64, scale: ScaleFormat::Bf16 },
+        name => panic!("no format {name}"),
+    }
+}
+
+const FORMATS: [&str; 8] = ["f32", "f16", "bf16", "fp8", "mxfp8", "mxfp4", "affine4", "affine3"];
+
+#[divan::bench(args = FORMATS, consts = [1, 4, 8, 64, 512], sample_count = 12)]
+fn matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
+    let (k, n) = (1024, 2048);
+    let w = weight(format(name), n, k);
+    let x = numbers(T * k);
+    let mut out = vec![0.0; T * n];
+    bencher
+        .counter(ItemsCount::new(T * n * k))
+        .counter(BytesCount::new(w.num_bytes()))
+        .bench_local(|| matmul(Ctx::serial(), black_box(&x), &w, &mut out));
+}
+
+/// One query, 64 heads of 512, a window of 128 and as many compressed rows again as the argument says.
+#[divan::bench(args = [0, 512, 4096], sample_count = 20)]
+fn attend(bencher: Bencher, compressed: usize) {
+    let (heads, d, n) = (64, 512, 128 + compressed);
+    let (q, keys, sink) = (numbers(heads * d), numbers(n * d), numbers(heads));
+    let rows: Vec<&[f32]> = keys.chunks(d).collect();
+    let (mut scratch, mut out) = (Vec::new(), vec![0.0; heads * d]);
+    bencher
+        .counter(ItemsCount::new(2 * heads * d * n))
+        .bench_local(|| attend_row(CpuLevel::best(), black_box(&q), heads, &rows, &sink, &mut scratch, &mut out));
+}
+
+#[divan::bench(args = [512, 4096], sample_count = 20)]
+fn index(bencher: Bencher, n: usize) {
+    let (heads, d) = (64, 128);
+    let (q, iw, keys) = (numbers(heads * d), numbers(heads), numbers(n * d));
+    let mut out = vec![0.0; n];
+    bencher
+        .counter(ItemsCount::new(heads * d * n))
+        .bench_local(|| index_scores(CpuLevel::best(), black_box(&q), &iw, RowList::new(d, &[&keys]), &mut out));
+}
+
+/// 6 of 32 experts of 1024 x 512 for each token.
+#[divan::bench(args = [1, 8, 64, 512], sample_count = 12)]
+fn experts(bencher: Bencher, t: usize) {
+    let (dim, inner, count, top_k) = (1024, 512, 32, 6);
+    let weights: Vec<[StoredTensor; 3]> = (0..count)
+        .map(|_| [(inner, dim), (dim, inner), (inner, dim)].map(|(n, k)| weight(Format::Mxfp4, n, k)))
+        .collect();
+    let experts: Vec<ExpertWeights> = weights.iter().map(|[w1, w2, w3]| ExpertWeights { w1, w2, w3 }).collect();
+    let ids: Vec<i32> = (0..t * top_k).map(|i| ((i / top_k * 7 + i % top_k * 5) % count) as i32).collect();
+    let (x, shares) = (numbers(t * dim), numbers(t * top_k));
+    let mut acc = vec![0.0; t * dim];
+    bencher.counter(ItemsCount::new(t * top_k * 3 * dim * inner)).bench_local(|| {
+        routed_experts(Ctx::serial(), black_box(&x), &ids, &shares, top_k, 0, &experts, Some(10.0), &mut acc);
+    });
+}
+
+/// Four streams of 4096 channels; items are tokens.
+#[divan::bench(args = [1, 64], sample_count = 20)]
+fn hyper_connections(bencher: Bencher, t: usize) {
+    let (s, d) = (4, 4096);
+    let (fn_, base, scale) = (numbers(24 * s * d), numbers(24), numbers(3));
+    let p = HcParams {
+        streams: s,
+        dim: d,
+        sinkhorn_iters: 20,
+        hc_eps: 1e-6,
+        norm_eps: 1e-6,
+        fn_: &fn_,
+        base: &base,
+        scale: &scale,
+    };
+    let mut x = numbers(t * s * d);
+    let (mut y, mut mix) = (vec![0.0; t * d], vec![0.0; t * (s + s * s)]);
+    bencher.counter(ItemsCount::new(t)).bench_local(|| {
+        hc_pre(Ctx::serial(), black_box(&p), &x, &mut y, &mut mix);
+        hc_post(Ctx::serial(), s, d, &y, &mix, &mut x);
+    });
+}

@@ -1,0 +1,266 @@
+//! Hyper-connections: how the residual streams are mixed before and after a layer (model spec, 5.1 to 5.3).
+
+use crate::Ctx;
+use crate::formats::Matrix;
+use crate::level::compiled_per_level;
+use crate::math::{mul_add, sigmoid};
+use crate::matmul::matmul_any;
+use crate::norm::rms_factor;
+use crate::parallel::{for_each_row, for_each_row2};
+
+/// Most residual streams a model may have.
+pub const MAX_STREAMS: usize = 8;
+
+/// Parameters of one hyper-connection. `S` streams of `D` channels.
+#[derive(Clone, Copy, Debug)]
+pub struct HcParams<'a> {
+    /// `S`, at most [`MAX_STREAMS`].
+    pub streams: usize,
+    /// `D`.
+    pub dim: usize,
+    /// Column normalisations of the combination matrix, at least 1; row normalisations are one fewer, after the softmax.
+    pub sinkhorn_iters: usize,
+    /// Added to `pre`, to the softmax and to its row and column sums.
+    pub hc_eps: f32,
+    /// Of the norm of all streams together.
+    pub norm_eps: f32,
+    /// `[(2 + S)·S, S·D]`; of the head `[S, S·D]`.
+    pub fn_: &'a [f32],
+    /// `[(2 + S)·S]`; of the head `[S]`.
+    pub base: &'a [f32],
+    /// `[3]`: of `pre`, `post`, `comb`; of the head `[1]`.
+    pub scale: &'a [f32],
+}
+
+impl HcParams<'_> {
+    fn check(&self, outputs: usize, scales: usize) {
+        let (s, d) = (self.streams, self.dim);
+        assert!(0 < s && s <= MAX_STREAMS && d > 0, "{s} streams of {d} channels");
+        assert_eq!(self.fn_.len(), outputs * s * d, "fn must be [{outputs}, {s} x {d}]");
+        assert_eq!(self.base.len(), outputs, "base must be [{outputs}]");
+        assert_eq!(self.scale.len(), scales, "scale must be [{scales}]");
+    }
+}
+
+/// What enters a layer, and how its result will be merged.
+///
+/// - `x`         `[T, S·D]`
+/// - `collapsed` `[T, D]`, overwritten: `Σ_s pre[s] · x[s]`
+/// - `mix`       `[T, S + S·S]`, overwritten: `post[k]`, then `comb[j, k]`, for [`hc_post`]
+///
+/// Accuracy: `mix` within `1e-6 · (1 + Σ|rms(x)·fn|)` of [`crate::reference::hc_mix`], relative to the largest entry;
+/// `collapsed` follows from that.
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above.
+pub fn hc_pre(ctx: Ctx, p: &HcParams, x: &[f32], collapsed: &mut [f32], mix: &mut [f32]) {
+    let (s, d) = (p.streams, p.dim);
+    let mut pre = vec![0.0; collapsed.len() / d * s];
+    hc_mix(ctx, p, x, &mut pre, mix);
+    collapse(ctx, s, d, x, &pre, collapsed);
+}
+
+/// The three groups of coefficients of [`hc_pre`], for looking at.
+///
+/// - `x`   `[T, S·D]`
+/// - `pre` `[T, S]`, overwritten
+/// - `mix` `[T, S + S·S]`, overwritten
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above.
+pub fn hc_mix(ctx: Ctx, p: &HcParams, x: &[f32], pre: &mut [f32], mix: &mut [f32]) {
+    let s = p.streams;
+    let outputs = (2 + s) * s;
+    p.check(outputs, 3);
+    assert!(p.sinkhorn_iters > 0, "at least one Sinkhorn iteration");
+    let rows = pre.len() / s;
+    assert_eq!(pre.len(), rows * s, "pre must be [T, {s}]");
+    assert_eq!(mix.len(), rows * (s + s * s), "mix must be [T, {s} + {s} x {s}]");
+    let logits = logits(ctx, p, x, rows, outputs);
+    for_each_row2(ctx, pre, s, mix, s + s * s, |t, pre, mix| {
+        coefficients(p, &logits[t * outputs..(t + 1) * outputs], pre, mix);
+    });
+}
+
+/// `rms(x) · fnᵀ`, the norm folded into a factor: `[T, outputs]`.
+fn logits(ctx: Ctx, p: &HcParams, x: &[f32], rows: usize, outputs: usize) -> Vec<f32> {
+    let width = p.streams * p.dim;
+    assert_eq!(x.len(), rows * width, "x must be [T, {} x {}]", p.streams, p.dim);
+    let mut logits = vec![0.0; rows * outputs];
+    matmul_any(ctx, x, Matrix::F32 { data: p.fn_, cols: width }, &mut logits);
+    for_each_row(ctx, &mut logits, outputs, |t, logits| {
+        scale_by_rms(ctx.level, &x[t * width..(t + 1) * width], p.norm_eps, logits);
+    });
+    logits
+}
+
+compiled_per_level!(
+    fn scale_by_rms(x: &[f32], eps: f32, logits: &mut [f32]) => scale_by_rms_body
+);
+
+#[inline(always)]
+fn scale_by_rms_body<const FMA: bool>(x: &[f32], eps: f32, logits: &mut [f32]) {
+    let factor = rms_factor::<FMA>(x, eps);
+    logits.iter_mut().for_each(|x| *x *= factor);
+}
+
+/// From the logits of one token to `pre`, `post` and `comb`. Two dozen numbers: plain code at every level.
+fn coefficients(p: &HcParams, logits: &[f32], pre: &mut [f32], mix: &mut [f32]) {
+    let s = p.streams;
+    let scaled = |i: usize, group: usize| logits[i] * p.scale[group] + p.base[i];
+    let (post, comb) = mix.split_at_mut(s);
+    for i in 0..s {
+        pre[i] = sigmoid::<false>(scaled(i, 0)) + p.hc_eps;
+        post[i] = 2.0 * sigmoid::<false>(scaled(s + i, 1));
+    }
+    for (i, c) in comb.iter_mut().enumerate() {
+        *c = scaled(2 * s + i, 2);
+    }
+    sinkhorn(comb, s, p.sinkhorn_iters, p.hc_eps);
+}
+
+/// Turns logits `[S, S]` into a nearly doubly stochastic matrix, in place: softmax of each row plus `eps`, columns
+/// divided by their sums, then `iters - 1` times rows and columns; each sum plus `eps`.
+///
+/// # Panics
+///
+/// If `comb` is not `[streams, streams]`.
+pub fn sinkhorn(comb: &mut [f32], streams: usize, iters: usize, eps: f32) {
+    assert_eq!(comb.len(), streams * streams, "comb must be [S, S]");
+    for row in comb.chunks_exact_mut(streams) {
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        row.iter_mut().for_each(|c| *c = crate::math::exp::<false>(*c - max));
+        let sum: f32 = row.iter().sum();
+        row.iter_mut().for_each(|c| *c = *c / sum + eps);
+    }
+    let columns = |comb: &mut [f32]| {
+        for k in 0..streams {
+            let sum: f32 = comb[k..].iter().step_by(streams).sum();
+            comb[k..].iter_mut().step_by(streams).for_each(|c| *c /= sum + eps);
+        }
+    };
+    columns(comb);
+    for _ in 1..iters {
+        for row in comb.chunks_exact_mut(streams) {
+            let sum: f32 = row.iter().sum();
+            row.iter_mut().for_each(|c| *c /= sum + eps);
+        }
+        columns(comb);
+    }
+}
+
+/// `out[t] = Σ_s factors[t, s] · x[t, s]`.
+fn collapse(ctx: Ctx, streams: usize, dim: usize, x: &[f32], factors: &[f32], out: &mut [f32]) {
+    assert_eq!(x.len(), out.len() * streams, "out must be [T, {dim}]");
+    for_each_row(ctx, out, dim, |t, out| {
+        let x = &x[t * streams * dim..(t + 1) * streams * dim];
+        weighted_sum(ctx.level, x, &factors[t * streams..(t + 1) * streams], out);
+    });
+}
+
+compiled_per_level!(
+    /// `out = Σ_s factors[s] · x[s]`, streams in order.
+    fn weighted_sum(x: &[f32], factors: &[f32], out: &mut [f32]) => weighted_sum_body
+);
+
+#[inline(always)]
+fn weighted_sum_body<const FMA: bool>(x: &[f32], factors: &[f32], out: &mut [f32]) {
+    out.fill(0.0);
+    for (x, &factor) in x.chunks_exact(out.len()).zip(factors) {
+        for (out, &x) in out.iter_mut().zip(x) {
+            *out = mul_add::<FMA>(factor, x, *out);
+        }
+    }
+}
+
+/// Merges the result of a layer into the streams, in place: `x[k] = post[k] · y + Σ_j comb[j, k] · x_old[j]`.
+///
+/// - `y`   `[T, D]`
+/// - `mix` `[T, S + S·S]`, as [`hc_pre`] wrote it
+/// - `x`   `[T, S·D]`
+///
+/// Accuracy: within `(S + 2) · ε · Σ|terms|` of [`crate::reference::hc_post`].
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above.
+pub fn hc_post(ctx: Ctx, streams: usize, dim: usize, y: &[f32], mix: &[f32], x: &mut [f32]) {
+    assert!(0 < streams && streams <= MAX_STREAMS, "{streams} streams");
+    assert_eq!(x.len(), y.len() * streams, "x must be [T, {streams} x {dim}]");
+    assert_eq!(mix.len() * dim, y.len() * (streams + streams * streams), "mix must be [T, {streams} + {streams}²]");
+    for_each_row(ctx, x, streams * dim, |t, x| {
+        let mix = &mix[t * (streams + streams * streams)..(t + 1) * (streams + streams * streams)];
+        merge(ctx.level, &y[t * dim..(t + 1) * dim], mix, x, streams);
+    });
+}
+
+compiled_per_level!(
+    fn merge(y: &[f32], mix: &[f32], x: &mut [f32], streams: usize) => merge_body
+);
+
+#[inline(always)]
+fn merge_body<const FMA: bool>(y: &[f32], mix: &[f32], x: &mut [f32], streams: usize) {
+    /// Channels at a time: all old streams are read before one is overwritten.
+    const CHANNELS: usize = 64;
+    let dim = y.len();
+    let (post, comb) = mix.split_at(streams);
+    let mut old = [[0.0f32; CHANNELS]; MAX_STREAMS];
+    for first in (0..dim).step_by(CHANNELS) {
+        let count = CHANNELS.min(dim - first);
+        for (old, x) in old.iter_mut().zip(x.chunks_exact(dim)) {
+            old[..count].copy_from_slice(&x[first..first + count]);
+        }
+        for (k, x) in x.chunks_exact_mut(dim).enumerate() {
+            let x = &mut x[first..first + count];
+            for (x, y) in x.iter_mut().zip(&y[first..]) {
+                *x = post[k] * y;
+            }
+            for (j, old) in old[..streams].iter().enumerate() {
+                let c = comb[j * streams + k];
+                for (x, &old) in x.iter_mut().zip(old) {
+                    *x = mul_add::<FMA>(c, old, *x);
+                }
+            }
+        }
+    }
+}
+
+/// Collapses the streams before the head: `out = Σ_s g[s] · x[s]`, `g[s] = sigmoid(rms(x) · fn[s] · scale + base[s]) +
+/// hc_eps`.
+///
+/// - `p`   of the head: `fn` `[S, S·D]`, `base` `[S]`, `scale` `[1]`
+/// - `x`   `[T, S·D]`
+/// - `out` `[T, D]`, overwritten
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above.
+pub fn hc_head(ctx: Ctx, p: &HcParams, x: &[f32], out: &mut [f32]) {
+    let s = p.streams;
+    p.check(s, 1);
+    let mut factors = logits(ctx, p, x, out.len() / p.dim, s);
+    for (factor, base) in factors.iter_mut().zip(p.base.iter().cycle()) {
+        *factor = sigmoid::<false>(*factor * p.scale[0] + base) + p.hc_eps;
+    }
+    collapse(ctx, s, p.dim, x, &factors, out);
+}
+
+/// `out[t] = mean over streams of x[t]`, what the drafter reads.
+///
+/// - `x`   `[T, S·D]`
+/// - `out` `[T, D]`, overwritten
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above.
+pub fn stream_mean(ctx: Ctx, streams: usize, dim: usize, x: &[f32], out: &mut [f32]) {
+    assert!(0 < streams && streams <= MAX_STREAMS, "{streams} streams");
+    assert_eq!(x.len(), out.len() * streams, "x must be [T, {streams} x {dim}]");
+    for_each_row(ctx, out, dim, |t, out| {
+        let x = &x[t * streams * dim..(t + 1) * streams * dim];
+        weighted_sum(ctx.level, x, &[1.0; MAX_STREAMS][..streams], out);
+        out.iter_mut().for_each(|x| *x /= streams as f32);
+    });
+}

@@ -1,0 +1,88 @@
+//! CPU levels: which instructions a kernel may use. Detected once, when the program runs.
+
+/// A set of CPU instructions. Each level has its own arithmetic: results of two levels agree within the bounds named
+/// beside the kernels, results of one level agree bitwise (the row contract).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum CpuLevel {
+    /// Plain Rust, every CPU. Multiplies and adds are rounded separately.
+    Scalar,
+    /// x86-64 with AVX2, FMA and F16C (Intel since 2013, AMD since 2015). Multiply-adds are fused.
+    Avx2,
+}
+
+impl CpuLevel {
+    /// Every level, slowest first.
+    const ALL: [Self; 2] = [Self::Scalar, Self::Avx2];
+
+    /// Levels that this CPU has, slowest first.
+    pub fn available() -> impl Iterator<Item = Self> {
+        Self::ALL.into_iter().filter(|level| level.is_available())
+    }
+
+    /// The fastest level that this CPU has.
+    pub fn best() -> Self {
+        if Self::Avx2.is_available() { Self::Avx2 } else { Self::Scalar }
+    }
+
+    /// Whether this CPU has the instructions of the level.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                // The standard library asks the CPU once and caches the answer.
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Self::Avx2 => false,
+        }
+    }
+
+    /// Name for logs and records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "avx2",
+        }
+    }
+
+    /// Panics if the CPU lacks this level. Every dispatch goes through here, so that a vector function is never
+    /// reached on a CPU that cannot run it.
+    pub(crate) fn assert_available(self) {
+        assert!(self.is_available(), "{self:?} is not available on this CPU");
+    }
+}
+
+/// `dispatch!(level, scalar, avx2)` evaluates the expression of `level`. The `avx2` expression may call
+/// `#[target_feature(enable = "avx2,fma,f16c")]` functions.
+macro_rules! dispatch {
+    ($level:expr, $scalar:expr, $avx2:expr) => {{
+        let level: crate::CpuLevel = $level;
+        level.assert_available();
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the assertion above saw AVX2, FMA and F16C on this CPU.
+            crate::CpuLevel::Avx2 => unsafe { $avx2 },
+            _ => $scalar,
+        }
+    }};
+}
+pub(crate) use dispatch;
+
+/// `compiled_per_level!(fn name(args) => body)` makes `name(level, args)` run the generic straight-line function
+/// `body::<FMA>` compiled once for plain Rust (`FMA = false`) and once with AVX2 and FMA (`FMA = true`), where the
+/// compiler vectorises it. Element-wise arithmetic gives the same bits in a vector body and in its tail.
+macro_rules! compiled_per_level {
+    ($(#[$doc:meta])* fn $name:ident($($arg:ident: $type:ty),* $(,)?) => $body:ident) => {
+        $(#[$doc])*
+        pub(crate) fn $name(level: crate::CpuLevel, $($arg: $type),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2($($arg: $type),*) {
+                $body::<true>($($arg),*);
+            }
+            crate::level::dispatch!(level, $body::<false>($($arg),*), avx2($($arg),*));
+        }
+    };
+}
+pub(crate) use compiled_per_level;

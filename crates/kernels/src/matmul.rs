@@ -1,0 +1,333 @@
+//! Matrix products with stored weights, dequantised on the fly.
+//!
+//! Arithmetic of one output, the same for one row or a thousand: columns are cut in absolute blocks of 256; a block is
+//! one chain of multiply-adds from zero in column order; block sums are added in order. Tiles, strips and tasks only
+//! choose *when* an output is computed.
+//!
+//! Weights are decoded 16 output rows (a strip) by 256 columns at a time into an `f32` panel `[column][16]`, which a
+//! register tile multiplies with up to six rows of `x`. Levels differ in the tile: `scalar`, `avx2`.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod scalar;
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use troika_base::StoredTensor;
+
+use crate::formats::Matrix;
+use crate::level::dispatch;
+use crate::parallel::{Disjoint, run_tasks};
+use crate::{CpuLevel, Ctx};
+
+/// Columns of a block: the length of one chain of multiply-adds.
+pub(crate) const BLOCK: usize = 256;
+/// Output rows of a strip.
+const STRIP: usize = 16;
+/// Strips decoded together.
+const STRIPS: usize = 4;
+/// Rows of `x` in a register tile.
+const TILE_ROWS: usize = 6;
+/// Rows of `x` that a task takes at a time, a multiple of `TILE_ROWS`: their columns of one block stay in L2.
+const ROW_BLOCK: usize = 480;
+
+/// `out[t] = x[t] · wᵀ`: a linear layer.
+///
+/// - `x`   `[T, w.cols()]`
+/// - `w`   `[w.rows(), w.cols()]`, any float format, decoded exactly
+/// - `out` `[T, w.rows()]`, overwritten
+///
+/// Accuracy: each output within `(256 + K/256) · ε · Σ|x·w|` of [`crate::reference::matmul`] (twice that for
+/// [`CpuLevel::Scalar`]).
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above, or `w` is a table of integers.
+pub fn matmul(ctx: Ctx, x: &[f32], w: &StoredTensor, out: &mut [f32]) {
+    matmul_any(ctx, x, Matrix::Stored(w), out);
+}
+
+/// [`matmul`] with a weight in any form.
+pub(crate) fn matmul_any(ctx: Ctx, x: &[f32], w: Matrix, out: &mut [f32]) {
+    let rows = num_rows(x.len(), w.cols(), out.len(), w.rows());
+    let outputs = w.rows();
+    let out = Disjoint::new(out);
+    let job = Job { x, x_stride: w.cols(), rows, w, w_rows: 0..outputs, out: &out, out_start: 0, out_stride: outputs };
+    // SAFETY: one job whose `[rows, outputs]` are exactly `out`.
+    unsafe { run_jobs(ctx, &[job]) };
+}
+
+/// Block-diagonal product: `out[t, g·r .. (g+1)·r] = x[t, g·K .. (g+1)·K] · w[g·r .. (g+1)·r]ᵀ` for each group `g`.
+///
+/// - `x`   `[T, groups·w.cols()]`
+/// - `w`   `[groups·r, w.cols()]`, any float format
+/// - `out` `[T, groups·r]`, overwritten
+///
+/// Accuracy as [`matmul`].
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above, or `w` is a table of integers.
+pub fn grouped_matmul(ctx: Ctx, x: &[f32], groups: usize, w: &StoredTensor, out: &mut [f32]) {
+    assert!(groups > 0 && w.rows().is_multiple_of(groups), "{} rows do not make {groups} groups", w.rows());
+    let (width, outputs) = (groups * w.cols(), w.rows());
+    let rows = num_rows(x.len(), width, out.len(), outputs);
+    if rows == 0 {
+        return;
+    }
+    let per_group = outputs / groups;
+    let out = Disjoint::new(out);
+    let jobs: Vec<Job> = (0..groups)
+        .map(|g| Job {
+            x: &x[g * w.cols()..],
+            x_stride: width,
+            rows,
+            w: Matrix::Stored(w),
+            w_rows: g * per_group..(g + 1) * per_group,
+            out: &out,
+            out_start: g * per_group,
+            out_stride: outputs,
+        })
+        .collect();
+    // SAFETY: the groups' columns of `out` do not overlap.
+    unsafe { run_jobs(ctx, &jobs) };
+}
+
+/// Rows of a product, from the lengths of its operands.
+fn num_rows(x: usize, x_width: usize, out: usize, out_width: usize) -> usize {
+    let rows = out.checked_div(out_width).or(x.checked_div(x_width)).unwrap_or(0);
+    assert_eq!(x, rows * x_width, "x must be [T, {x_width}] with T = {rows}");
+    assert_eq!(out, rows * out_width, "out must be [T, {out_width}] with T = {rows}");
+    rows
+}
+
+/// One product of a batch: `out = x · w[w_rows]ᵀ`.
+pub(crate) struct Job<'a> {
+    /// From the first column of the first row on.
+    pub(crate) x: &'a [f32],
+    /// Numbers from one row of `x` to the next.
+    pub(crate) x_stride: usize,
+    pub(crate) rows: usize,
+    pub(crate) w: Matrix<'a>,
+    pub(crate) w_rows: Range<usize>,
+    pub(crate) out: &'a Disjoint<'a, f32>,
+    /// Place of the first output of the first row.
+    pub(crate) out_start: usize,
+    /// Numbers from one row of outputs to the next.
+    pub(crate) out_stride: usize,
+}
+
+impl Job<'_> {
+    fn check(&self) {
+        let cols = self.w.cols();
+        assert!(self.w_rows.start <= self.w_rows.end && self.w_rows.end <= self.w.rows(), "no such weight rows");
+        if self.rows > 0 {
+            assert!((self.rows - 1) * self.x_stride + cols <= self.x.len(), "x is too short");
+            let end = self.out_start + (self.rows - 1) * self.out_stride + self.w_rows.len();
+            assert!(self.w_rows.len() <= self.out_stride && end <= self.out.len(), "out is too short");
+        }
+    }
+
+    /// Outputs `outputs` (relative to `w_rows`) of row `t`.
+    ///
+    /// # Safety
+    ///
+    /// No other live piece may overlap them.
+    #[expect(clippy::mut_from_ref, reason = "a disjoint piece of the output, as the caller promises")]
+    unsafe fn out_piece(&self, t: usize, outputs: Range<usize>) -> &mut [f32] {
+        let start = self.out_start + t * self.out_stride;
+        // SAFETY: the caller's promise.
+        unsafe { self.out.piece(start + outputs.start..start + outputs.end) }
+    }
+}
+
+/// One task: some outputs of some rows of a job.
+struct Tile {
+    job: usize,
+    rows: Range<usize>,
+    outputs: Range<usize>,
+}
+
+/// Multiply-adds below which more tasks cost more than they save.
+const SMALL: usize = 1 << 16;
+
+/// Runs all products, cut into tasks over outputs (and over rows where there are few outputs).
+///
+/// # Safety
+///
+/// The outputs of different jobs must not overlap.
+pub(crate) unsafe fn run_jobs(ctx: Ctx, jobs: &[Job]) {
+    jobs.iter().for_each(Job::check);
+    ctx.level.assert_available();
+    let tiles = tiles(ctx.par.threads(), jobs);
+    run_tasks(ctx, tiles.len(), |i| {
+        let tile = &tiles[i];
+        // SAFETY: tiles of one job have disjoint outputs, different jobs too (caller), and each tile runs once.
+        unsafe { run_tile(ctx.level, &jobs[tile.job], tile) }
+    });
+}
+
+fn tiles(threads: usize, jobs: &[Job]) -> Vec<Tile> {
+    let work = |job: &Job| job.rows * job.w_rows.len() * job.w.cols();
+    let total: usize = jobs.iter().map(work).sum();
+    // A few tasks for each thread, so that a slow one can be made up for.
+    let wanted = if threads <= 1 || total <= SMALL { 1 } else { 8 * threads };
+    let mut tiles = Vec::new();
+    for (j, job) in jobs.iter().enumerate() {
+        let outputs = job.w_rows.len();
+        if job.rows == 0 || outputs == 0 {
+            continue;
+        }
+        let share = (work(job) * wanted).div_ceil(total.max(1)).max(1);
+        let strips = outputs.div_ceil(STRIP);
+        // Full groups of strips if there are enough of them.
+        let unit = if strips >= share * STRIPS { STRIPS } else { 1 };
+        let strips_each = strips.div_ceil(share).next_multiple_of(unit);
+        let column_tasks = strips.div_ceil(strips_each);
+        // Decoding is repeated for each block of rows, so blocks stay large.
+        let row_tasks = share.div_ceil(column_tasks).min(job.rows.div_ceil(96)).max(1);
+        let rows_each = job.rows.div_ceil(row_tasks).next_multiple_of(TILE_ROWS);
+        for first in (0..job.rows).step_by(rows_each) {
+            for strip in (0..strips).step_by(strips_each) {
+                tiles.push(Tile {
+                    job: j,
+                    rows: first..(first + rows_each).min(job.rows),
+                    outputs: strip * STRIP..((strip + strips_each) * STRIP).min(outputs),
+                });
+            }
+        }
+    }
+    tiles
+}
+
+/// Buffers of one thread.
+#[derive(Default)]
+struct Scratch {
+    /// `[STRIPS][BLOCK][STRIP]`
+    panel: Vec<f32>,
+    /// Decoded rows before they are transposed, `[8][BLOCK]`.
+    decoded: Vec<f32>,
+    /// A block of columns of `x`: for each group of `TILE_ROWS` rows `[BLOCK][rows]`.
+    packed: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// # Safety
+///
+/// Nothing else may touch the outputs of the tile meanwhile.
+unsafe fn run_tile(level: CpuLevel, job: &Job, tile: &Tile) {
+    SCRATCH.with_borrow_mut(|scratch| {
+        scratch.panel.resize(STRIPS * BLOCK * STRIP, 0.0);
+        scratch.decoded.resize(8 * BLOCK, 0.0);
+        for first in tile.rows.clone().step_by(ROW_BLOCK) {
+            let rows = first..(first + ROW_BLOCK).min(tile.rows.end);
+            // SAFETY: the caller's promise, for a part of the tile.
+            unsafe { run_row_block(level, job, rows, tile.outputs.clone(), scratch) };
+        }
+    });
+}
+
+/// # Safety
+///
+/// Nothing else may touch these outputs meanwhile.
+unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs: Range<usize>, scratch: &mut Scratch) {
+    let cols = job.w.cols();
+    if cols == 0 {
+        for t in rows {
+            // SAFETY: the caller's promise.
+            unsafe { job.out_piece(t, outputs.clone()) }.fill(0.0);
+        }
+        return;
+    }
+    let pack = rows.len() >= 2 * TILE_ROWS;
+    if pack {
+        let needed = rows.len() * BLOCK.min(cols);
+        if scratch.packed.len() < needed {
+            scratch.packed.resize(needed, 0.0);
+        }
+    }
+    for first_col in (0..cols).step_by(BLOCK) {
+        let block = BLOCK.min(cols - first_col);
+        if pack {
+            pack_rows(
+                &job.x[rows.start * job.x_stride + first_col..],
+                job.x_stride,
+                rows.len(),
+                block,
+                &mut scratch.packed,
+            );
+        }
+        for first in outputs.clone().step_by(STRIPS * STRIP) {
+            let outputs = first..(first + STRIPS * STRIP).min(outputs.end);
+            for (s, strip) in outputs.clone().step_by(STRIP).enumerate() {
+                let panel = &mut scratch.panel[s * BLOCK * STRIP..][..block * STRIP];
+                let w_rows = job.w_rows.start + strip..job.w_rows.start + (strip + STRIP).min(outputs.end);
+                let decoded = &mut scratch.decoded;
+                dispatch!(
+                    level,
+                    scalar::fill_panel(job.w, w_rows, first_col, decoded, panel),
+                    avx2::fill_panel(job.w, w_rows, first_col, decoded, panel)
+                );
+            }
+            for t in rows.clone().step_by(TILE_ROWS) {
+                let num_rows = TILE_ROWS.min(rows.end - t);
+                let x = if pack {
+                    let start = (t - rows.start) * block;
+                    XBlock { numbers: &scratch.packed[start..start + num_rows * block], stride: None }
+                } else {
+                    let start = t * job.x_stride + first_col;
+                    let end = start + (num_rows - 1) * job.x_stride + block;
+                    XBlock { numbers: &job.x[start..end], stride: Some(job.x_stride) }
+                };
+                let mut sums = [[0.0; STRIPS * STRIP]; TILE_ROWS];
+                let strips = outputs.len().div_ceil(STRIP);
+                dispatch!(
+                    level,
+                    scalar::multiply(x, num_rows, block, &scratch.panel, strips, &mut sums),
+                    avx2::multiply(x, num_rows, block, &scratch.panel, strips, &mut sums)
+                );
+                for (r, sums) in sums[..num_rows].iter().enumerate() {
+                    // SAFETY: part of the caller's promise; the piece ends with this iteration.
+                    let out = unsafe { job.out_piece(t + r, outputs.clone()) };
+                    if first_col == 0 {
+                        out.copy_from_slice(&sums[..out.len()]);
+                    } else {
+                        out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Some columns of up to `TILE_ROWS` rows of `x`.
+#[derive(Clone, Copy)]
+struct XBlock<'a> {
+    numbers: &'a [f32],
+    /// Numbers from one row to the next; `None`: packed as `[column][row]`.
+    stride: Option<usize>,
+}
+
+/// Copies `cols` columns of `rows` rows so that each group of `TILE_ROWS` rows is `[column][row]`.
+fn pack_rows(x: &[f32], stride: usize, rows: usize, cols: usize, packed: &mut [f32]) {
+    for (first, group) in (0..rows).step_by(TILE_ROWS).zip(packed.chunks_mut(TILE_ROWS * cols)) {
+        let count = TILE_ROWS.min(rows - first);
+        let row = |r: usize| &x[(first + r) * stride..][..cols];
+        if count == TILE_ROWS {
+            let rows: [&[f32]; TILE_ROWS] = std::array::from_fn(row);
+            for (k, out) in group.as_chunks_mut::<TILE_ROWS>().0.iter_mut().enumerate() {
+                *out = std::array::from_fn(|r| rows[r][k]);
+            }
+        } else {
+            for r in 0..count {
+                for (out, &x) in group[r..].iter_mut().step_by(count).zip(row(r)) {
+                    *out = x;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,340 @@
+//! The other operations against their reference loops.
+
+use proptest::prelude::*;
+use troika_base::Format;
+use troika_kernels::{
+    CpuLevel, HcParams, RouteParams, RowList, Scoring, add, argmax, attend_row, embed, fake_fp4, fake_fp8, hadamard,
+    hc_head, hc_mix, hc_post, hc_pre, index_scores, pool_at, reference, rms_norm, rms_norm_in_place, rope, rope_row,
+    route, route_with_scores, stream_mean, swiglu, top_k,
+};
+
+use crate::support::{EPS, Noise, roundings, same_bits, serial_contexts, tensor, within};
+
+fn fail(level: CpuLevel) -> impl Fn(String) -> TestCaseError {
+    move |e| TestCaseError::fail(format!("{level:?}: {e}"))
+}
+
+/// Numbers of very different sizes.
+fn wild(noise: &mut Noise, n: usize) -> Vec<f32> {
+    (0..n).map(|_| noise.number() * 2.0f32.powi(noise.below(24) as i32 - 12)).collect()
+}
+
+/// Parameters of a hyper-connection with `outputs` outputs.
+struct Hc {
+    fn_: Vec<f32>,
+    base: Vec<f32>,
+    scale: Vec<f32>,
+}
+
+impl Hc {
+    fn new(noise: &mut Noise, streams: usize, dim: usize, outputs: usize, scales: usize) -> Self {
+        let small = 1.0 / ((streams * dim) as f32).sqrt();
+        Self {
+            fn_: noise.numbers(outputs * streams * dim).iter().map(|x| x * small).collect(),
+            base: noise.numbers(outputs),
+            scale: noise.numbers(scales),
+        }
+    }
+
+    fn params(&self, streams: usize, dim: usize) -> HcParams<'_> {
+        let Self { fn_, base, scale } = self;
+        HcParams { streams, dim, sinkhorn_iters: 20, hc_eps: 1e-6, norm_eps: 1e-6, fn_, base, scale }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn norm_matches_reference(t in 0usize..6, dim in 1usize..400, weighted: bool, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let (x, weight) = (wild(&mut noise, t * dim), noise.numbers(dim));
+        let weight = weighted.then_some(&weight[..]);
+        let mut want = vec![0.0; t * dim];
+        reference::rms_norm(&x, dim, weight, 1e-6, &mut want);
+        for ctx in serial_contexts() {
+            let mut got = vec![f32::NAN; t * dim];
+            rms_norm(ctx, &x, dim, weight, 1e-6, &mut got);
+            within(&got, &want, |i| (dim as f64 / 32.0 + 16.0) * EPS * f64::from(want[i].abs())).map_err(fail(ctx.level))?;
+            let mut in_place = x.clone();
+            rms_norm_in_place(ctx, &mut in_place, dim, weight, 1e-6);
+            same_bits(&in_place, &got).map_err(fail(ctx.level))?;
+        }
+    }
+
+    #[test]
+    fn hyper_connections_match_reference(t in 0usize..5, s in 1usize..9, dim in 1usize..150, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let outputs = (2 + s) * s;
+        let hc = Hc::new(&mut noise, s, dim, outputs, 3);
+        let p = hc.params(s, dim);
+        let (x, y) = (noise.numbers(t * s * dim), noise.numbers(t * dim));
+        let (mut want_in, mut want_mix) = (vec![0.0; t * dim], vec![0.0; t * (s + s * s)]);
+        reference::hc_pre(&p, &x, &mut want_in, &mut want_mix);
+        let mut want_pre = vec![0.0; t * s];
+        reference::hc_mix(&p, &x, &mut want_pre, &mut vec![0.0; t * (s + s * s)]);
+        for ctx in serial_contexts() {
+            let (mut collapsed, mut mix) = (vec![f32::NAN; t * dim], vec![f32::NAN; t * (s + s * s)]);
+            hc_pre(ctx, &p, &x, &mut collapsed, &mut mix);
+            within(&mix, &want_mix, |_| 1e-5).map_err(fail(ctx.level))?;
+            within(&collapsed, &want_in, |_| 2e-5 * s as f64).map_err(fail(ctx.level))?;
+            let (mut pre, mut mix2) = (vec![f32::NAN; t * s], vec![f32::NAN; t * (s + s * s)]);
+            hc_mix(ctx, &p, &x, &mut pre, &mut mix2);
+            same_bits(&mix, &mix2).map_err(fail(ctx.level))?;
+            within(&pre, &want_pre, |_| 1e-5).map_err(fail(ctx.level))?;
+
+            let (mut got, mut want) = (x.clone(), x.clone());
+            hc_post(ctx, s, dim, &y, &mix, &mut got);
+            reference::hc_post(s, dim, &y, &mix, &mut want);
+            let size = |i: usize| {
+                let (t, c) = (i / (s * dim), i % dim);
+                let terms = (0..s).map(|j| f64::from(x[(t * s + j) * dim + c].abs())).sum::<f64>();
+                terms + 2.0 * f64::from(y[t * dim + c].abs())
+            };
+            within(&got, &want, |i| (s + 2) as f64 * EPS * roundings(ctx.level) * size(i)).map_err(fail(ctx.level))?;
+        }
+    }
+
+    #[test]
+    fn heads_of_streams_match_reference(t in 0usize..5, s in 1usize..9, dim in 1usize..150, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let hc = Hc::new(&mut noise, s, dim, s, 1);
+        let p = hc.params(s, dim);
+        let x = noise.numbers(t * s * dim);
+        let (mut want, mut want_mean) = (vec![0.0; t * dim], vec![0.0; t * dim]);
+        reference::hc_head(&p, &x, &mut want);
+        reference::stream_mean(s, dim, &x, &mut want_mean);
+        for ctx in serial_contexts() {
+            let (mut got, mut mean) = (vec![f32::NAN; t * dim], vec![f32::NAN; t * dim]);
+            hc_head(ctx, &p, &x, &mut got);
+            within(&got, &want, |_| 2e-5 * s as f64).map_err(fail(ctx.level))?;
+            stream_mean(ctx, s, dim, &x, &mut mean);
+            within(&mean, &want_mean, |_| s as f64 * EPS * 4.0).map_err(fail(ctx.level))?;
+        }
+    }
+
+    #[test]
+    fn rope_matches_reference(t in 0usize..5, heads in 1usize..4, pairs in 0usize..33, extra in 1usize..40, inverse: bool, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let d = 2 * pairs + extra;
+        let x = noise.numbers(t * heads * d);
+        let positions: Vec<i64> = (0..t).map(|_| noise.below(1 << 20) as i64).collect();
+        let freqs: Vec<f64> = (0..pairs).map(|j| 10000f64.powf(-(j as f64) / 32.0)).collect();
+        let mut want = x.clone();
+        for (row, head) in want.chunks_mut(d).enumerate() {
+            reference::rope_row(head, positions[row / heads], &freqs, inverse);
+        }
+        let size = |i: usize| f64::from(x[i].abs() + x[i ^ 1].abs()) + f64::from(x[i.saturating_sub(1)].abs() + x[(i + 1).min(x.len() - 1)].abs());
+        let mut rows = x.clone();
+        for (row, head) in rows.chunks_mut(d).enumerate() {
+            rope_row(head, positions[row / heads], &freqs, inverse);
+        }
+        for ctx in serial_contexts() {
+            let mut got = x.clone();
+            rope(ctx, &mut got, heads, &positions, &freqs, inverse);
+            within(&got, &want, |i| 3.0 * EPS * size(i.min(x.len().saturating_sub(2)))).map_err(fail(ctx.level))?;
+            same_bits(&got, &rows).map_err(fail(ctx.level))?;
+        }
+    }
+
+    #[test]
+    fn pool_matches_reference(n in 1usize..130, d in 1usize..150, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let kv = noise.numbers(n * d);
+        let gate: Vec<f32> = noise.numbers(n * d).iter().map(|x| x * 8.0).collect();
+        let entries: Vec<(&[f32], &[f32])> = kv.chunks(d).zip(gate.chunks(d)).collect();
+        let mut want = vec![0.0; d];
+        reference::pool(&entries, &mut want);
+        for level in CpuLevel::available() {
+            let mut got = vec![f32::NAN; d];
+            pool_at(level, &entries, &mut got);
+            // Gates up to 30: the difference to the maximum is rounded before the exponential.
+            within(&got, &want, |_| (n + 64) as f64 * EPS * 4.0).map_err(fail(level))?;
+        }
+    }
+
+    #[test]
+    fn index_scores_match_reference(n in 0usize..150, heads in 1usize..9, d in 1usize..140, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let (iq, iw, keys) = (noise.numbers(heads * d), noise.numbers(heads), noise.numbers(n * d));
+        let cut = noise.below(n + 1) * d;
+        let pieces = [&keys[..cut], &keys[cut..]];
+        let rows: Vec<&[f32]> = keys.chunks(d).collect();
+        let mut want = vec![0.0; n];
+        reference::index_scores(&iq, &iw, &rows, &mut want);
+        let size = |w: usize| -> f64 {
+            iq.chunks(d).zip(&iw).map(|(q, iw)| f64::from(iw.abs()) * q.iter().zip(rows[w]).map(|(a, b)| f64::from((a * b).abs())).sum::<f64>()).sum()
+        };
+        for level in CpuLevel::available() {
+            let mut got = vec![f32::NAN; n];
+            index_scores(level, &iq, &iw, RowList::new(d, &pieces), &mut got);
+            let steps = d as f64 / 8.0 + heads as f64 + 8.0;
+            within(&got, &want, |w| steps * EPS * roundings(level) * size(w)).map_err(fail(level))?;
+        }
+    }
+
+    #[test]
+    fn top_k_matches_a_stable_sort(n in 0usize..200, k in 0usize..60, seed: u64) {
+        let mut noise = Noise::new(seed);
+        // Few different values, so that ties are common; some NaN, both zeros.
+        let scores: Vec<f32> = (0..n)
+            .map(|_| match noise.below(12) {
+                0 => f32::NAN,
+                1 => -0.0,
+                2 => f32::NEG_INFINITY,
+                i => i as f32 - 5.0,
+            })
+            .collect();
+        let mut got = vec![7];
+        top_k(&scores, k, &mut got);
+        // NaN loses even against negative infinity; the reference treats the two alike.
+        if scores.iter().filter(|x| !x.is_nan() && **x > f32::NEG_INFINITY).count() >= k {
+            prop_assert_eq!(&got, &reference::top_k(&scores, k));
+        }
+        prop_assert_eq!(got.len(), k.min(n));
+        prop_assert!(got.is_sorted_by(|a, b| a < b));
+    }
+
+    #[test]
+    fn attention_matches_reference(n in 0usize..600, heads in 1usize..9, d in 1usize..90, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let (keys, sink) = (noise.numbers(n * d), noise.numbers(heads));
+        let q: Vec<f32> = noise.numbers(heads * d).iter().map(|x| x * 2.0).collect();
+        let rows: Vec<&[f32]> = keys.chunks(d).collect();
+        let mut want = vec![0.0; heads * d];
+        reference::attend_row(&q, heads, &rows, &sink, &mut want);
+        let largest = keys.iter().fold(0.0f64, |max, x| max.max(f64::from(x.abs())));
+        let score = q.chunks(d).flat_map(|q| rows.iter().map(move |row| q.iter().zip(*row).map(|(a, b)| f64::from((a * b).abs())).sum::<f64>()))
+            .fold(0.0, f64::max) / (d as f64).sqrt();
+        let mut scratch = vec![f32::NAN; 17];
+        for level in CpuLevel::available() {
+            let mut got = vec![f32::NAN; heads * d];
+            attend_row(level, &q, heads, &rows, &sink, &mut scratch, &mut got);
+            let steps = 4.0 * (n as f64 / 256.0 + 256.0f64.min(n as f64) + d as f64 / 8.0 + 4.0);
+            within(&got, &want, |_| steps * EPS * largest * (1.0 + score)).map_err(fail(level))?;
+        }
+    }
+
+    #[test]
+    fn routing_matches_reference(t in 0usize..6, e in 1usize..70, k in 1usize..8, kind in 0usize..3, biased: bool, table: bool, normalise: bool, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let k = k.min(e);
+        let scoring = [Scoring::SqrtSoftplus, Scoring::Sigmoid, Scoring::Softmax][kind];
+        let logits: Vec<f32> = noise.numbers(t * e).iter().map(|x| x * 3.0).collect();
+        let bias = noise.numbers(e);
+        let ids: Vec<i32> = (0..10 * k).map(|_| noise.below(e) as i32).collect();
+        let tokens: Vec<i32> = (0..t).map(|_| noise.below(10) as i32).collect();
+        let p = RouteParams {
+            scoring, experts: e, top_k: k, bias: biased.then_some(&bias[..]), table: table.then_some(&ids[..]), normalise, scaling: 1.5,
+        };
+        let (mut want_ids, mut want) = (vec![0; t * k], vec![0.0; t * k]);
+        reference::route(&p, &logits, &tokens, &mut want_ids, &mut want);
+        for ctx in serial_contexts() {
+            let (mut got_ids, mut got) = (vec![-1; t * k], vec![f32::NAN; t * k]);
+            let mut scores = vec![f32::NAN; t * e];
+            route_with_scores(ctx, &p, &logits, &tokens, &mut got_ids, &mut got, &mut scores);
+            prop_assert_eq!(&got_ids, &want_ids);
+            within(&got, &want, |i| 32.0 * EPS * f64::from(want[i])).map_err(fail(ctx.level))?;
+            let (mut ids2, mut got2) = (vec![-1; t * k], vec![f32::NAN; t * k]);
+            route(ctx, &p, &logits, &tokens, &mut ids2, &mut got2);
+            prop_assert_eq!(&ids2, &want_ids);
+            same_bits(&got2, &got).map_err(fail(ctx.level))?;
+        }
+    }
+
+    #[test]
+    fn swiglu_matches_reference(n in 0usize..300, limited: bool, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let (gate, up) = (wild(&mut noise, n), wild(&mut noise, n));
+        let limit = limited.then_some(2.5);
+        let mut want = vec![0.0; n];
+        reference::swiglu(&gate, &up, limit, &mut want);
+        for ctx in serial_contexts() {
+            let mut got = vec![f32::NAN; n];
+            swiglu(ctx, &gate, &up, limit, &mut got);
+            // e^88.8 overflows, so that results of gates below are zero.
+            within(&got, &want, |i| 8.0 * EPS * f64::from(want[i].abs()) + 1e-36 * f64::from(1.0 + up[i].abs())).map_err(fail(ctx.level))?;
+        }
+    }
+
+    #[test]
+    fn embed_and_add_are_exact(t in 0usize..6, streams in 1usize..5, dim in 1usize..100, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let table = tensor(&mut noise, Format::Bf16, 9, dim);
+        let tokens: Vec<i32> = (0..t).map(|_| noise.below(9) as i32).collect();
+        let mut want = vec![0.0; t * streams * dim];
+        reference::embed(&table, &tokens, streams, &mut want);
+        let b = noise.numbers(want.len());
+        for ctx in serial_contexts() {
+            let mut got = vec![f32::NAN; want.len()];
+            embed(ctx, &table, &tokens, streams, &mut got);
+            same_bits(&got, &want).map_err(fail(ctx.level))?;
+            add(ctx, &mut got, &b);
+            let sum: Vec<f32> = want.iter().zip(&b).map(|(a, b)| a + b).collect();
+            same_bits(&got, &sum).map_err(fail(ctx.level))?;
+        }
+    }
+
+    /// Rounding what is already rounded changes nothing, and no value moves by more than half a step.
+    #[test]
+    fn rounding_is_idempotent(n in 1usize..300, group in 1usize..130, seed: u64) {
+        let x = wild(&mut Noise::new(seed), n);
+        for (round, steps) in [(fake_fp8 as fn(&mut [f32], usize), 14.0), (fake_fp4, 3.0)] {
+            let mut once = x.clone();
+            round(&mut once, group);
+            for (once, x) in once.chunks(group).zip(x.chunks(group)) {
+                let largest = x.iter().fold(1e-4f32, |max, x| max.max(x.abs()));
+                prop_assert!(once.iter().zip(x).all(|(a, b)| (a - b).abs() <= largest / steps * 1.0001));
+            }
+            let mut twice = once.clone();
+            round(&mut twice, group);
+            // A maximum rounded up to the top of its group may double the scale, which keeps e4m3 and e2m1 values exact
+            // except at their fine end.
+            let close = once.chunks(group).zip(twice.chunks(group)).all(|(a, b)| {
+                let largest = a.iter().fold(1e-4f32, |max, x| max.max(x.abs()));
+                a.iter().zip(b).all(|(a, b)| (a - b).abs() <= largest / steps)
+            });
+            prop_assert!(close);
+        }
+    }
+
+    #[test]
+    fn hadamard_is_its_own_inverse(log in 0u32..9, seed: u64) {
+        let x = Noise::new(seed).numbers(1 << log);
+        let mut y = x.clone();
+        hadamard(&mut y);
+        let energy = |x: &[f32]| x.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>();
+        prop_assert!((energy(&x) - energy(&y)).abs() <= 1e-5 * energy(&x));
+        hadamard(&mut y);
+        within(&y, &x, |_| 2e-6 * energy(&x).sqrt()).map_err(TestCaseError::fail)?;
+    }
+}
+
+#[test]
+fn argmax_takes_the_first_of_the_largest() {
+    assert_eq!(argmax(&[1.0, 3.0, f32::NAN, 3.0]), 1);
+    assert_eq!(argmax(&[f32::NAN, f32::NEG_INFINITY]), 1);
+    assert_eq!(argmax(&[f32::NAN]), 0);
+    assert_eq!(argmax(&[-0.0, 0.0]), 0);
+    assert_eq!(argmax(&[]), 0);
+}
+
+#[test]
+fn swiglu_of_specials() {
+    for ctx in serial_contexts() {
+        let gate = [f32::NEG_INFINITY, -100.0, f32::INFINITY, f32::NAN, 1e30, 0.0];
+        let mut out = [f32::NAN; 6];
+        swiglu(ctx, &gate, &[1.0, 1.0, 100.0, 1.0, -100.0, f32::NAN], Some(10.0), &mut out);
+        assert!(out[0].is_nan() || out[0] == 0.0, "minus infinity over infinity, or rounded to zero");
+        assert!(out[1].abs() < 1e-40);
+        assert!((out[2] - 99.9955).abs() < 1e-3 && (out[4] + 99.9955).abs() < 1e-3, "both are clamped");
+        assert!(out[3].is_nan() && out[5].is_nan(), "NaN is not clamped away");
+    }
+}
+
+#[test]
+#[should_panic(expected = "not in a vocabulary")]
+fn unknown_tokens_are_refused() {
+    let table = tensor(&mut Noise::new(1), Format::Bf16, 4, 8);
+    embed(serial_contexts().next().expect("a level"), &table, &[4], 1, &mut [0.0; 8]);
+}
