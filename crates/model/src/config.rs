@@ -155,8 +155,8 @@ impl fmt::Display for QuantSpec {
 #[non_exhaustive]
 pub enum ConfigError {
     /// The file cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    Io { path: PathBuf, source: std::io::Error },
+    #[error("cannot read {}: {reason}", path.display())]
+    Io { path: PathBuf, reason: std::io::Error },
     /// More text than any real configuration has.
     #[error("config has more than {max} bytes; a real one has a few thousand")]
     TooLong { max: u64 },
@@ -195,7 +195,7 @@ const MAX_POSITIONS: usize = 1 << 30;
 impl ConfigFile {
     /// Reads and checks the file at `path`.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let io = |source| ConfigError::Io { path: path.to_owned(), source };
+        let io = |reason| ConfigError::Io { path: path.to_owned(), reason };
         let file = std::fs::File::open(path).map_err(io)?;
         let mut text = Vec::new();
         file.take(MAX_CONFIG_BYTES + 1).read_to_end(&mut text).map_err(io)?;
@@ -394,19 +394,18 @@ fn dspark(keys: Keys<'_>, vocab_size: usize, num_hidden_layers: usize) -> Result
     }
     const TARGETS: &str = "dspark_target_layer_ids";
     let value = keys.required(TARGETS)?;
-    let want =
-        format!("a list of 1 to {num_hidden_layers} layer numbers below `num_hidden_layers` ({num_hidden_layers})");
     let list = value.as_array().filter(|list| (1..=num_hidden_layers).contains(&list.len()));
-    let list = list.ok_or_else(|| bad(TARGETS, value, &want))?;
-    let layer = |value: &Value| {
+    let list = list.ok_or_else(|| bad(TARGETS, value, &format!("a list of 1 to {num_hidden_layers} layer numbers")))?;
+    let layer = |(i, value): (usize, &Value)| {
         let layer = value.as_u64().filter(|&layer| layer < num_hidden_layers as u64);
-        layer.and_then(|layer| u16::try_from(layer).ok()).ok_or_else(|| bad(TARGETS, value, &want))
+        let want = || format!("a layer number below `num_hidden_layers` ({num_hidden_layers})");
+        layer.and_then(|layer| u16::try_from(layer).ok()).ok_or_else(|| bad(&format!("{TARGETS}[{i}]"), value, &want()))
     };
     Ok(Some(DsparkConfig {
         block_size,
         markov_rank: keys.size("dspark_markov_rank", 1, MAX_WIDTH)?,
         noise_token_id: token_id("dspark_noise_token_id", keys.required("dspark_noise_token_id")?, vocab_size)?,
-        target_layer_ids: list.iter().map(layer).collect::<Result<_, _>>()?,
+        target_layer_ids: list.iter().enumerate().map(layer).collect::<Result<_, _>>()?,
     }))
 }
 

@@ -6,10 +6,14 @@
 pub mod checkpoint;
 pub mod config;
 pub mod emit;
+pub mod inspect;
 mod rope;
+pub mod synth;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, CheckpointError, OpenBytes, read_file};
 pub use config::{ConfigError, ConfigFile, ModelConfig};
 pub use emit::{Emitter, ModelFacts, StepSignature};
+pub use inspect::{Inspection, inspect};
+pub use synth::{Preset, SynthError, Synthesized, synth};
 pub use weights::{DrafterStatus, ScaleCheck, WeightError, WeightTable};

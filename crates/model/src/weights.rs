@@ -30,8 +30,8 @@ pub enum WeightError {
     Shape { file: PathBuf, tensor: String, dtype: Dtype, got: Vec<usize>, want: String },
     #[error("{}: tensor `{tensor}` cannot be read: {reason}", file.display())]
     Format { file: PathBuf, tensor: String, reason: String },
-    #[error("{}: the parts of tensor `{tensor}` do not fit: {source}", file.display())]
-    Parts { file: PathBuf, tensor: String, source: StorageError },
+    #[error("{}: the parts of tensor `{tensor}` do not fit: {reason}", file.display())]
+    Parts { file: PathBuf, tensor: String, reason: StorageError },
     #[error(
         "{}: tensor `{tensor}` holds {found}, but the `quantization` map of config.json says `{module}` has {says}",
         file.display()
@@ -394,7 +394,16 @@ impl<'a> Finder<'a> {
             Form::Vector(n) => self.plain(named, &[n], [1, n]),
             Form::Plain(rows, cols) => self.plain(named, &[rows, cols], [rows, cols]),
             Form::Table(rows, cols) => self.table(named, [rows, cols]),
-            Form::Matrix(rows, cols) => self.matrix(named, &place, [rows, cols]),
+            Form::Matrix(rows, cols) => {
+                self.matrix(named, &place, [rows, cols]).inspect_err(|_| self.use_siblings(&place))
+            }
+        }
+    }
+
+    /// The scales of a matrix that cannot be read are not to spare; they belong to it.
+    fn use_siblings(&mut self, place: &Place) {
+        for suffix in [".scale", ".weight_scale_inv", ".scales", ".biases"] {
+            self.get(&format!("{}{suffix}", place.module()));
         }
     }
 
@@ -608,7 +617,7 @@ impl<'a> Finder<'a> {
         [rows, cols]: [usize; 2],
         parts: [SharedBytes; 3],
     ) -> Result<Found, WeightError> {
-        let wrong = |source| WeightError::Parts { file: self.file(named), tensor: named.name.to_owned(), source };
+        let wrong = |reason| WeightError::Parts { file: self.file(named), tensor: named.name.to_owned(), reason };
         StoredTensor::new(format, rows, cols, parts).map(Found::Weight).map_err(wrong)
     }
 

@@ -23,24 +23,24 @@ pub fn read_file(path: &Path) -> io::Result<SharedBytes> {
     std::fs::read(path).map(SharedBytes::new)
 }
 
-/// Why a checkpoint cannot be opened.
+/// Why a checkpoint cannot be opened. The message is whole: it includes the reasons underneath.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
     #[error("there is no checkpoint at {}: no such file or directory", path.display())]
     NotFound { path: PathBuf },
-    #[error("cannot read {}: {source}", path.display())]
-    Io { path: PathBuf, source: io::Error },
+    #[error("cannot read {}: {reason}", path.display())]
+    Io { path: PathBuf, reason: io::Error },
     #[error("{} is not a checkpoint: give a directory with config.json and *.safetensors files", path.display())]
     NotACheckpoint { path: PathBuf },
     #[error("{} has no config.json; it belongs beside the weights and comes with the original checkpoint", dir.display())]
     NoConfig { dir: PathBuf },
     #[error("{} has no *.safetensors files{}", dir.display(), hint(*has_partial))]
     NoTensors { dir: PathBuf, has_partial: bool },
-    #[error("{}: {source}", path.display())]
-    Config { path: PathBuf, source: ConfigError },
-    #[error("{}: {source}", path.display())]
-    Header { path: PathBuf, source: HeaderError },
+    #[error("{}: {reason}", path.display())]
+    Config { path: PathBuf, reason: ConfigError },
+    #[error("{}: {reason}", path.display())]
+    Header { path: PathBuf, reason: HeaderError },
     #[error("{}: {reason}", path.display())]
     Index { path: PathBuf, reason: String },
     #[error("{}: missing shard `{shard}`{}", dir.display(), of_first(first))]
@@ -134,7 +134,7 @@ impl TensorFiles {
 
     /// Adds the tensors of one file. Returns the names that an earlier file has already, which stay as they were.
     fn add(&mut self, path: &Path, bytes: &SharedBytes) -> Result<Vec<CheckpointError>, CheckpointError> {
-        let header = |source| CheckpointError::Header { path: path.to_owned(), source };
+        let header = |reason| CheckpointError::Header { path: path.to_owned(), reason };
         let entries = safetensors::read_header(bytes).map_err(header)?;
         let file = self.paths.len();
         self.paths.push(path.to_owned());
@@ -179,7 +179,7 @@ impl Checkpoint {
     /// messages.
     pub fn from_parts(config: &str, files: &[(String, SharedBytes)]) -> Result<Self, CheckpointError> {
         let path = PathBuf::from("config.json");
-        let config = ConfigFile::from_json(config).map_err(|source| CheckpointError::Config { path, source })?;
+        let config = ConfigFile::from_json(config).map_err(|reason| CheckpointError::Config { path, reason })?;
         let mut tensors = TensorFiles::default();
         for (name, bytes) in files {
             if let Some(error) = tensors.add(Path::new(name), bytes)?.into_iter().next() {
@@ -220,9 +220,9 @@ pub(crate) type OnError<'a> = &'a mut dyn FnMut(CheckpointError) -> Result<(), C
 
 impl Place {
     pub(crate) fn find(path: &Path) -> Result<Self, CheckpointError> {
-        let metadata = std::fs::metadata(path).map_err(|source| match source.kind() {
+        let metadata = std::fs::metadata(path).map_err(|reason| match reason.kind() {
             io::ErrorKind::NotFound => CheckpointError::NotFound { path: path.to_owned() },
-            _ => CheckpointError::Io { path: path.to_owned(), source },
+            _ => CheckpointError::Io { path: path.to_owned(), reason },
         })?;
         if metadata.is_dir() {
             return Ok(Self { dir: path.to_owned(), only: None });
@@ -236,12 +236,12 @@ impl Place {
 
     pub(crate) fn read_config(&self) -> Result<ConfigFile, CheckpointError> {
         let path = self.dir.join("config.json");
-        ConfigFile::read(&path).map_err(|source| match source {
-            ConfigError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+        ConfigFile::read(&path).map_err(|reason| match reason {
+            ConfigError::Io { reason, .. } if reason.kind() == io::ErrorKind::NotFound => {
                 CheckpointError::NoConfig { dir: self.dir.clone() }
             }
-            ConfigError::Io { path, source } => CheckpointError::Io { path, source },
-            source => CheckpointError::Config { path, source },
+            ConfigError::Io { path, reason } => CheckpointError::Io { path, reason },
+            reason => CheckpointError::Config { path, reason },
         })
     }
 
@@ -261,13 +261,13 @@ impl Place {
         for path in &shards {
             let bytes = match open(path) {
                 Ok(bytes) => bytes,
-                Err(source) if source.kind() == io::ErrorKind::NotFound => {
+                Err(reason) if reason.kind() == io::ErrorKind::NotFound => {
                     let shard = file_name(path);
                     let first = listed.as_ref().and_then(|listed| listed.get(&shard)?.first().cloned());
                     on_error(CheckpointError::MissingShard { dir: self.dir.clone(), shard, first })?;
                     continue;
                 }
-                Err(source) => return Err(CheckpointError::Io { path: path.clone(), source }),
+                Err(reason) => return Err(CheckpointError::Io { path: path.clone(), reason }),
             };
             let twice = files.add(path, &bytes).or_else(|error| {
                 // A damaged shard must not hide what the others hold.
@@ -286,7 +286,7 @@ impl Place {
 
     /// The safetensors files of a directory without index, in order of their names.
     fn find_shards(&self, on_error: OnError<'_>) -> Result<Vec<PathBuf>, CheckpointError> {
-        let io = |source| CheckpointError::Io { path: self.dir.clone(), source };
+        let io = |reason| CheckpointError::Io { path: self.dir.clone(), reason };
         let mut names = Vec::new();
         let mut has_partial = false;
         for entry in std::fs::read_dir(&self.dir).map_err(io)? {
@@ -332,7 +332,7 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, Vec<String>>, CheckpointEr
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
-    let io = |source| CheckpointError::Io { path: path.to_owned(), source };
+    let io = |reason| CheckpointError::Io { path: path.to_owned(), reason };
     let fail = |reason| CheckpointError::Index { path: path.to_owned(), reason };
     let bytes = std::fs::metadata(path).map_err(io)?.len();
     if bytes > MAX_INDEX_BYTES {
