@@ -97,7 +97,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         chunk: args.chunk,
         generate: args.generate,
         peak_memory_bytes: report::peak_memory_bytes(),
-        results: results.map(|(length, samples)| row(args.model.class.name(), *length, args.generate, samples)).collect(),
+        results: results
+            .map(|(length, samples)| row(args.model.class.name(), *length, args.generate, samples))
+            .collect(),
     };
     match &args.json {
         Some(target) => report::write_json(target, &report)?,
@@ -163,8 +165,10 @@ fn row(arm: &'static str, prompt_tokens: u32, generate: u32, samples: &[Sample])
 }
 
 fn table(report: &Report) -> String {
-    let mut text = format!("{} on {}; median (least to most) of {} rounds\n\n", report.model, report.device, report.rounds);
-    text += &format!("{:<10}{:>8}{:>28}{:>28}{:>26}\n", "arm", "prompt", "prefill tok/s", "decode tok/s", "first token ms");
+    let mut text =
+        format!("{} on {}; median (least to most) of {} rounds\n\n", report.model, report.device, report.rounds);
+    text +=
+        &format!("{:<10}{:>8}{:>28}{:>28}{:>26}\n", "arm", "prompt", "prefill tok/s", "decode tok/s", "first token ms");
     let cell = |median: f64, least: f64, most: f64| format!("{median:.1} ({least:.1} to {most:.1})");
     for row in &report.results {
         text += &format!(

@@ -100,10 +100,13 @@ fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[usize], rows: usize) ->
 fn write(path: &Path, tokens: &[u32], rows: usize, vocab_size: usize, logits: &[f32]) -> Result<()> {
     let positions = tokens.len() - rows..tokens.len();
     let sizes = [rows * vocab_size * 4, tokens.len() * 8, rows * 8];
-    let ends: Vec<usize> = sizes.iter().scan(0, |end, size| {
-        *end += size;
-        Some(*end)
-    }).collect();
+    let ends: Vec<usize> = sizes
+        .iter()
+        .scan(0, |end, size| {
+            *end += size;
+            Some(*end)
+        })
+        .collect();
     let header = json!({
         "__metadata__": { "producer": concat!("troika ", env!("CARGO_PKG_VERSION")) },
         "logits": { "dtype": "F32", "shape": [rows, vocab_size], "data_offsets": [0, ends[0]] },

@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use troika_base::units::human_bytes;
-use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling, Usage};
+use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling};
 use troika_engine::{Engine, EngineOptions};
 use troika_prompt::{
     ChatOptions, Detokenizer, MarkerText, Message, OldReasoning, StopMatcher, ThinkingMode, Tokenizer, encode_chat,
@@ -70,7 +70,10 @@ impl EventSink for Printer {
 
 /// How a generation ended.
 enum End {
-    Done { reason: FinishReason, usage: Usage },
+    Done {
+        reason: FinishReason,
+        usage: Usage,
+    },
     /// A stop string was found.
     Stopped,
     Interrupted(Signal),
@@ -196,7 +199,7 @@ impl Printed {
                         return Ok(End::Stopped);
                     }
                 }
-                Event::Finished { reason, usage } => {
+                Event::Finished { reason, .. } => {
                     self.prefill.finish_and_clear();
                     let rest = self.detokenizer.finish();
                     if self.write(&rest)? {
@@ -204,7 +207,7 @@ impl Printed {
                     }
                     let held_back = self.stops.finish();
                     self.emit(&held_back)?;
-                    return Ok(End::Done { reason, usage });
+                    return Ok(End::Done(reason));
                 }
                 Event::Failed { message } => bail!(message),
             }
@@ -230,19 +233,23 @@ impl Printed {
 }
 
 fn summarize(printed: &Printed, end: &End, submitted: Instant, load_s: f64) {
-    let rate = |tokens: usize, seconds: f64| if seconds > 0.0 { format!("{:.1} tok/s", tokens as f64 / seconds) } else { "-".to_owned() };
+    let rate = |tokens: usize, seconds: f64| {
+        if seconds > 0.0 { format!("{:.1} tok/s", tokens as f64 / seconds) } else { "-".to_owned() }
+    };
     let ttft = printed.first_token.map(|first| first.duration_since(submitted).as_secs_f64());
     let prompt = ttft.map_or("-".to_owned(), |s| rate(printed.prompt_tokens, s));
     let decode = match (printed.first_token, printed.last_token) {
         // The first token belongs to the prompt's time.
-        (Some(first), Some(last)) if printed.num_tokens > 1 => rate(printed.num_tokens - 1, last.duration_since(first).as_secs_f64()),
+        (Some(first), Some(last)) if printed.num_tokens > 1 => {
+            rate(printed.num_tokens - 1, last.duration_since(first).as_secs_f64())
+        }
         _ => "-".to_owned(),
     };
     let why = match end {
-        End::Done { reason: FinishReason::StopToken(_), .. } => "end of text",
-        End::Done { reason: FinishReason::Length, .. } => "token limit (-n)",
-        End::Done { reason: FinishReason::ContextFull, .. } => "context full",
-        End::Done { .. } => "cancelled",
+        End::Done(FinishReason::StopToken(_)) => "end of text",
+        End::Done(FinishReason::Length) => "token limit (-n)",
+        End::Done(FinishReason::ContextFull) => "context full",
+        End::Done(_) => "cancelled",
         End::Stopped => "stop string",
         End::Interrupted(_) => "interrupted",
     };

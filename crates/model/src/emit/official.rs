@@ -8,12 +8,21 @@ pub fn official_format(role: Role) -> Format {
     use Role as R;
     match role {
         R::ExpertW1(_) | R::ExpertW2(_) | R::ExpertW3(_) => Format::Mxfp4,
-        R::WqA | R::WqB | R::Wkv | R::WoA | R::WoB | R::IndexerWqB | R::SharedW1 | R::SharedW2 | R::SharedW3 | R::MainProj => {
-            Format::Fp8Tile { scale: ScaleFormat::E8m0 }
-        }
+        R::WqA
+        | R::WqB
+        | R::Wkv
+        | R::WoA
+        | R::WoB
+        | R::IndexerWqB
+        | R::SharedW1
+        | R::SharedW2
+        | R::SharedW3
+        | R::MainProj => Format::Fp8Tile { scale: ScaleFormat::E8m0 },
         R::Embed | R::Head | R::Norm | R::AttnNorm | R::FfnNorm | R::QNorm | R::KvNorm | R::Gate => Format::Bf16,
         R::CompressorWkv | R::CompressorWgate | R::CompressorNorm => Format::Bf16,
-        R::IndexerWeightsProj | R::IndexerCompressorWkv | R::IndexerCompressorWgate | R::IndexerCompressorNorm => Format::Bf16,
+        R::IndexerWeightsProj | R::IndexerCompressorWkv | R::IndexerCompressorWgate | R::IndexerCompressorNorm => {
+            Format::Bf16
+        }
         R::MainNorm | R::MarkovW1 | R::MarkovW2 | R::ConfidenceProj => Format::Bf16,
         R::HcHeadFn | R::HcHeadBase | R::HcHeadScale | R::HcAttnFn | R::HcAttnBase | R::HcAttnScale => Format::F32,
         R::HcFfnFn | R::HcFfnBase | R::HcFfnScale | R::AttnSink | R::GateBias => Format::F32,
