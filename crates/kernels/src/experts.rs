@@ -221,7 +221,7 @@ impl Part<'_> {
             x: &x[self.rows.start * w.cols()..],
             x_stride: w.cols(),
             rows: self.rows.len(),
-            w: Matrix::Stored(w),
+            w: Matrix::stored(w),
             w_rows: 0..w.rows(),
             out,
             out_start: self.rows.start * w.rows(),
