@@ -21,7 +21,7 @@ pub fn embed(ctx: Ctx, table: &StoredTensor, tokens: &[i32], streams: usize, out
     let (dim, view) = (table.cols(), Matrix::stored(table));
     assert!(streams > 0, "at least one stream");
     assert_eq!(out.len(), tokens.len() * streams * dim, "out must be [T, {streams} x {dim}]");
-    for_each_row(ctx, out, streams * dim, |t, out| {
+    for_each_row(ctx.light(out.len()), out, streams * dim, |t, out| {
         let token = usize::try_from(tokens[t]).ok().filter(|&token| token < table.rows());
         let row = token.unwrap_or_else(|| panic!("token {} is not in a vocabulary of {}", tokens[t], table.rows()));
         let (first, others) = out.split_at_mut(dim);
