@@ -5,13 +5,13 @@
 
 For each width of 2, 3, 4, 5, 6 and 8 bits, each group of 32, 64 and 128 columns and each scale type, one small matrix:
 `b{bits}.g{group}.{type}.weight` (words), `.scales`, `.biases` as `mx.quantize` gives them, and `.values` (F32) as
-`mx.dequantize` does from scales and biases widened to float32 - the exact value of the stored numbers, since in
-half precision MLX rounds each value to the scale's type (`.rounded` keeps those, in the scale's type). Widths other
-than powers of two pack codes across word edges. A sidecar beside the file notes command, versions, seed and checksum.
+`mx.dequantize` does from the scales and biases widened to float32: from narrow ones it would round each value to their
+type. Widths other than powers of two pack codes across word edges. A SHA256SUMS beside the file notes command, versions
+and seed.
 """
 
 import hashlib
-import json
+import os
 import platform
 import sys
 from importlib.metadata import version
@@ -44,25 +44,17 @@ def main():
                 x = mx.array(rng.standard_normal((ROWS, cols)).astype(np.float32)).astype(dtype)
                 weight, scales, biases = mx.quantize(x, group_size=group, bits=bits, mode="affine")
                 spec = dict(group_size=group, bits=bits, mode="affine")
-                exact = mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), **spec)
-                rounded = mx.dequantize(weight, scales, biases, **spec)
+                values = mx.dequantize(weight, scales.astype(mx.float32), biases.astype(mx.float32), **spec)
                 p = f"b{bits}.g{group}.{kind}."
-                for name, a in (("weight", weight), ("scales", scales), ("biases", biases), ("values", exact), ("rounded", rounded)):
+                for name, a in (("weight", weight), ("scales", scales), ("biases", biases), ("values", values)):
                     tensors[p + name] = stored(a)
     write_safetensors(out, tensors)
     data = open(out, "rb").read()
-    note = {
-        "command": "python oracle/make_affine.py " + out,
-        "seed": SEED,
-        "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx-cpu": version("mlx-cpu"),
-        "numpy": version("numpy"),
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-    with open(out.removesuffix(".safetensors") + ".json", "w") as f:
-        f.write(json.dumps(note, indent=2) + "\n")
+    versions = ", ".join(f"{package} {version(package)}" for package in ("mlx", "mlx-cpu", "numpy"))
+    with open(os.path.join(os.path.dirname(out), "SHA256SUMS"), "w") as f:
+        f.write(f"# Made by oracle/make_affine.py (seed {SEED}; Python {platform.python_version()}, {versions}):\n")
+        f.write(f"#   python oracle/make_affine.py {out}\n")
+        f.write(f"{hashlib.sha256(data).hexdigest()}  {os.path.basename(out)}\n")
     print(len(tensors), "tensors,", len(data), "bytes")
 
 

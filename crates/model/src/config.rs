@@ -188,6 +188,7 @@ const MAX_LAYERS: usize = 1 << 10;
 const MAX_HEADS: usize = 1 << 10;
 const MAX_HEAD_DIM: usize = 1 << 13;
 const MAX_EXPERTS: usize = 1 << 12;
+const MAX_EXPERTS_IN_ALL: usize = 1 << 18;
 const MAX_RATIO: usize = 1 << 16;
 const MAX_WINDOW: usize = 1 << 20;
 const MAX_POSITIONS: usize = 1 << 30;
@@ -293,6 +294,12 @@ impl ModelConfig {
             let width = self.o_groups * self.o_lora_rank;
             return fail(format!("`o_groups` x `o_lora_rank` is {width}, must be at most {}", MAX_WIDTH * 8));
         }
+        let num_experts = self.num_hidden_layers * self.n_routed_experts;
+        if num_experts > MAX_EXPERTS_IN_ALL {
+            return fail(format!(
+                "`num_hidden_layers` x `n_routed_experts` is {num_experts}, must be at most {MAX_EXPERTS_IN_ALL}"
+            ));
+        }
         if self.num_experts_per_tok > self.n_routed_experts {
             return fail(format!(
                 "`num_experts_per_tok` is {}, must be at most `n_routed_experts` ({})",
@@ -324,8 +331,8 @@ fn compress_ratios(keys: Keys<'_>, num_hidden_layers: usize) -> Result<Vec<usize
         return Err(ConfigError::Missing {
             key: KEY.to_owned(),
             help: format!(
-                "a DeepSeek-V4 configuration{model_type} lists the compression ratio of every layer (0, 4, 128, ...), and \
-                 no default fits every model. Take config.json from the original checkpoint"
+                "a DeepSeek-V4 configuration{model_type} lists the compression ratio of every layer (0, 4, 128, ...), \
+                 and no default fits every model. Take config.json from the original checkpoint"
             ),
         });
     };

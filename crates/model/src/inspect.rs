@@ -3,7 +3,7 @@
 //! Goes as far as it can: what is missing or wrong is written down, and only files that cannot be read at all are an
 //! error. Whether a model can be *run* is decided by [`crate::weights`], with the same code.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -31,6 +31,8 @@ pub struct Inspection {
     pub classes: BTreeMap<WeightClass, ClassSummary>,
     pub parameters: Parameters,
     pub drafter: Option<DrafterStatus>,
+    /// False for a checkpoint too large to read all its scales; see [`ScaleCheck::for_size`].
+    pub scales_checked: bool,
     pub missing: MissingSummary,
     /// Tensors that no weight uses: name with numbers replaced by `N`, how many, and their bytes.
     pub extra: BTreeMap<String, Amount>,
@@ -125,7 +127,7 @@ impl ModelSummary {
     }
 }
 
-/// Looks at the checkpoint at `path` (as [`crate::Checkpoint::open`] takes it), scales included.
+/// Looks at the checkpoint at `path`, as [`crate::Checkpoint::open`] takes it.
 ///
 /// # Errors
 ///
@@ -151,6 +153,7 @@ pub fn inspect(path: &Path, open: OpenBytes<'_>) -> Result<Inspection, Checkpoin
         classes: BTreeMap::new(),
         parameters: Parameters::default(),
         drafter: None,
+        scales_checked: false,
         missing: MissingSummary::default(),
         extra: BTreeMap::new(),
         problems,
@@ -164,7 +167,9 @@ pub fn inspect(path: &Path, open: OpenBytes<'_>) -> Result<Inspection, Checkpoin
             return Ok(report);
         }
     };
-    match Survey::take(&files, &config, ScaleCheck::All) {
+    let check = ScaleCheck::for_size(files.num_file_bytes());
+    report.scales_checked = check == ScaleCheck::All;
+    match Survey::take(&files, &config, check) {
         Ok(survey) => report.add_survey(&config.model, &files, survey),
         Err(reason) => {
             report.model = Some(ModelSummary::new(&config.model, &[]));
@@ -183,8 +188,8 @@ fn stored(files: &TensorFiles) -> BTreeMap<&'static str, Amount> {
 }
 
 impl Inspection {
-    /// True if the model can be run: nothing of the trunk is missing or wrong. It may lack a drafter and have tensors to
-    /// spare.
+    /// True if the model can be run: nothing of the trunk is missing or wrong. It may lack a drafter and have tensors
+    /// to spare.
     pub fn is_complete(&self) -> bool {
         self.problems.is_empty() && self.missing.is_empty() && self.layout.is_some()
     }
@@ -220,7 +225,10 @@ impl Inspection {
             let bytes = files.get(name).map_or(0, |tensor| tensor.bytes.len() as u64);
             self.extra.entry(pattern(name)).or_default().add(bytes);
         }
-        self.problems.extend(survey.broken.iter().map(ToString::to_string));
+        // One stacked tensor troubles every expert in it.
+        let mut told = BTreeSet::new();
+        let new = |message: &String| told.insert(message.clone());
+        self.problems.extend(survey.broken.iter().map(ToString::to_string).filter(new));
     }
 }
 
@@ -318,6 +326,9 @@ impl Inspection {
         }
         if let more @ 1.. = self.extra.len().saturating_sub(MAX_LISTED) {
             writeln!(f, "extra       {more} more kinds of tensors, not used")?;
+        }
+        if !self.classes.is_empty() && !self.scales_checked {
+            writeln!(f, "scales      not looked at, there are too many to read")?;
         }
         let verdict = match (self.is_complete(), self.extra.is_empty()) {
             (true, true) => "complete: every tensor is there and of use",

@@ -50,7 +50,8 @@ impl Layout {
             (false, false) => {
                 let some: Vec<String> = files.iter().take(3).map(|(name, _)| format!("`{name}`")).collect();
                 Err(format!(
-                    "no tensor is named as in a DeepSeek-V4 checkpoint (`layers.0...` or `model.layers.0...`); found {}",
+                    "no tensor is named as in a DeepSeek-V4 checkpoint (`layers.0...` or `model.layers.0...`); found \
+                     {}",
                     if some.is_empty() { "none at all".to_owned() } else { some.join(", ") }
                 ))
             }

@@ -33,7 +33,10 @@ pub enum CheckpointError {
     Io { path: PathBuf, reason: io::Error },
     #[error("{} is not a checkpoint: give a directory with config.json and *.safetensors files", path.display())]
     NotACheckpoint { path: PathBuf },
-    #[error("{} has no config.json; it belongs beside the weights and comes with the original checkpoint", dir.display())]
+    #[error(
+        "{} has no config.json; it belongs beside the weights and comes with the original checkpoint",
+        dir.display()
+    )]
     NoConfig { dir: PathBuf },
     #[error("{} has no *.safetensors files{}", dir.display(), hint(*has_partial))]
     NoTensors { dir: PathBuf, has_partial: bool },

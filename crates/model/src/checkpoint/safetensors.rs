@@ -88,8 +88,8 @@ pub enum HeaderError {
     #[error("this is a GGUF file; Troika reads safetensors checkpoints")]
     Gguf,
     #[error(
-        "the header is said to have {header_bytes} bytes, but the file has only {file_bytes}: it is truncated, or not a \
-         safetensors file"
+        "the header is said to have {header_bytes} bytes, but the file has only {file_bytes}: it is truncated, or not \
+         a safetensors file"
     )]
     HeaderPastEnd { header_bytes: u64, file_bytes: usize },
     #[error("the header is said to have {header_bytes} bytes, more than the {max} allowed: not a safetensors file")]

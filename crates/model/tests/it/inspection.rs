@@ -109,3 +109,23 @@ fn a_report_needs_neither_a_sound_config_nor_every_shard() {
     );
     assert!(report.missing.is_empty() && !report.is_complete());
 }
+
+#[test]
+fn a_stacked_tensor_counts_once() {
+    let mut parts = Parts::read(&oracle("tiny-mlx"));
+    parts.tensors.remove("model.layers.2.ffn.switch_mlp.up_proj.weight");
+    parts.tensors.remove("model.layers.3.ffn.switch_mlp.up_proj.scales");
+    parts.tensor("model.layers.1.ffn.switch_mlp.down_proj.weight").shape = vec![4, 256, 4];
+    let report = report(&parts);
+    assert_eq!(
+        report.problems,
+        [
+            "DIR/model.safetensors: tensor `model.layers.1.ffn.switch_mlp.down_proj.weight` (U32) has shape [4, 256, 4], must \
+          be [8, 128, words]"
+        ]
+    );
+    assert_eq!(
+        report.missing.to_string(),
+        "2 tensors are missing: 2 of routed experts (first `model.layers.2.ffn.switch_mlp.up_proj.weight`)"
+    );
+}

@@ -290,6 +290,7 @@ fn configs() {
             json!(130),
             "`qk_rope_head_dim` is 130, must be even and at most `head_dim` (128) and `index_head_dim` (128)",
         ),
+        ("n_routed_experts", json!(100_000), "`n_routed_experts` is 100000, must be a whole number from 1 to 4096"),
         ("num_experts_per_tok", json!(9), "`num_experts_per_tok` is 9, must be at most `n_routed_experts` (8)"),
         (
             "dspark_target_layer_ids",

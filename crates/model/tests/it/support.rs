@@ -1,10 +1,9 @@
-//! Shared by the tests: the oracle's checkpoints, a safetensors writer, and a plain decoder of every format.
+//! Shared by the tests: the oracle's checkpoints, and a safetensors writer.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
-use troika_base::storage::ScaleFormat;
 use troika_base::{Format, SharedBytes, StoredTensor};
 use troika_model::checkpoint::safetensors::{Dtype, read_header};
 use troika_model::{Checkpoint, ScaleCheck, WeightTable, read_file};
@@ -97,78 +96,13 @@ pub(crate) fn with_header(header: &str) -> Vec<u8> {
     file
 }
 
-/// Every number of `tensor`, row by row, by the definitions of section 4 of the model spec.
-pub(crate) fn decode(tensor: &StoredTensor) -> Vec<f64> {
-    let (rows, cols) = (tensor.rows(), tensor.cols());
-    let mut out = Vec::with_capacity(rows * cols);
-    for r in 0..rows {
-        for c in 0..cols {
-            let at = r * cols + c;
-            let data = tensor.data();
-            out.push(match tensor.format() {
-                Format::F32 => f64::from(f32::from_le_bytes(take(data, at))),
-                Format::F16 => f16(u16::from_le_bytes(take(data, at))),
-                Format::Bf16 => bf16(u16::from_le_bytes(take(data, at))),
-                Format::I64 => i64::from_le_bytes(take(data, at)) as f64,
-                Format::I32 => f64::from(i32::from_le_bytes(take(data, at))),
-                Format::Fp8Tile { scale } => {
-                    e4m3(data[at]) * scale_at(tensor.scales(), scale, r / 128 * cols.div_ceil(128) + c / 128)
-                }
-                Format::Mxfp8 => e4m3(data[at]) * scale_at(tensor.scales(), ScaleFormat::E8m0, at / 32),
-                Format::Mxfp4 => {
-                    let code = data[at / 2] >> (4 * (at % 2)) & 15;
-                    e2m1(code) * scale_at(tensor.scales(), ScaleFormat::E8m0, at / 32)
-                }
-                Format::Affine { bits, group, scale } => {
-                    let bits = usize::from(bits);
-                    let row = &data[r * cols * bits / 8..];
-                    let code = (0..bits).map(|i| c * bits + i).enumerate();
-                    let code: u32 = code.map(|(i, bit)| u32::from(row[bit / 8] >> (bit % 8) & 1) << i).sum();
-                    let group = at / usize::from(group);
-                    scale_at(tensor.scales(), scale, group) * f64::from(code) + scale_at(tensor.biases(), scale, group)
-                }
-            });
+/// Every number of `tensor`, row by row.
+pub(crate) fn decode(tensor: &StoredTensor) -> Vec<f32> {
+    match tensor.format() {
+        Format::I64 | Format::I32 => {
+            let numbers = troika_kernels::to_i32(tensor).expect("a table of small numbers");
+            numbers.into_iter().map(|number| number as f32).collect()
         }
+        _ => troika_kernels::to_f32(tensor),
     }
-    out
-}
-
-fn take<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
-    bytes[at * N..][..N].try_into().expect("N bytes")
-}
-
-fn scale_at(bytes: &[u8], format: ScaleFormat, at: usize) -> f64 {
-    match format {
-        ScaleFormat::E8m0 => 2f64.powi(i32::from(bytes[at]) - 127),
-        ScaleFormat::F32 => f64::from(f32::from_le_bytes(take(bytes, at))),
-        ScaleFormat::Bf16 => bf16(u16::from_le_bytes(take(bytes, at))),
-        ScaleFormat::F16 => f16(u16::from_le_bytes(take(bytes, at))),
-    }
-}
-
-fn bf16(bits: u16) -> f64 {
-    f64::from(f32::from_bits(u32::from(bits) << 16))
-}
-
-fn f16(bits: u16) -> f64 {
-    small_float(bits.into(), 5, 10)
-}
-
-fn e4m3(bits: u8) -> f64 {
-    small_float(bits.into(), 4, 3)
-}
-
-/// Sign, exponent, mantissa. Neither infinities nor NaN: no test has them.
-fn small_float(bits: u32, exponent_bits: u32, mantissa_bits: u32) -> f64 {
-    let mantissa = f64::from(bits & ((1 << mantissa_bits) - 1)) / f64::from(1u32 << mantissa_bits);
-    let exponent = (bits >> mantissa_bits & ((1 << exponent_bits) - 1)) as i32;
-    let bias = (1 << (exponent_bits - 1)) - 1;
-    let magnitude =
-        if exponent == 0 { mantissa * 2f64.powi(1 - bias) } else { (1.0 + mantissa) * 2f64.powi(exponent - bias) };
-    if bits >> (exponent_bits + mantissa_bits) & 1 == 1 { -magnitude } else { magnitude }
-}
-
-fn e2m1(code: u8) -> f64 {
-    let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
-    if code & 8 == 0 { magnitude } else { -magnitude }
 }

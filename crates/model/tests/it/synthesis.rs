@@ -27,7 +27,7 @@ fn a_synthetic_checkpoint_is_complete_and_sensible() {
     assert_eq!(weights.hash_layers(), [true, false, false]);
 
     let deviation = |key: WeightKey| {
-        let numbers = decode(&weights.tensor(key).expect("there"));
+        let numbers: Vec<f64> = decode(&weights.tensor(key).expect("there")).into_iter().map(f64::from).collect();
         let mean = numbers.iter().sum::<f64>() / numbers.len() as f64;
         assert!(mean.abs() < 0.02, "{key} has the mean {mean}");
         (numbers.iter().map(|x| x * x).sum::<f64>() / numbers.len() as f64).sqrt()
