@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
@@ -64,13 +64,7 @@ pub struct ScriptedEngine {
     max_requests: Mutex<usize>,
     failure: Mutex<Option<String>>,
     next_id: AtomicU64,
-    shared: Arc<Shared>,
-}
-
-#[derive(Default)]
-struct Shared {
-    log: Mutex<Log>,
-    changed: Condvar,
+    log: Arc<Mutex<Log>>,
 }
 
 #[derive(Default)]
@@ -89,7 +83,7 @@ impl ScriptedEngine {
             max_requests: Mutex::new(usize::MAX),
             failure: Mutex::new(None),
             next_id: AtomicU64::new(1),
-            shared: Arc::default(),
+            log: Arc::default(),
         }
     }
 
@@ -115,22 +109,12 @@ impl ScriptedEngine {
 
     /// Requests accepted so far.
     pub fn requests(&self) -> Vec<GenerateRequest> {
-        lock(&self.shared.log).requests.clone()
+        lock(&self.log).requests.clone()
     }
 
     /// Ends of requests so far, in order.
     pub fn outcomes(&self) -> Vec<Outcome> {
-        lock(&self.shared.log).outcomes.clone()
-    }
-
-    /// Waits until so many requests have ended, at most `timeout`; returns the ends so far.
-    pub fn wait_for_outcomes(&self, count: usize, timeout: Duration) -> Vec<Outcome> {
-        let log = lock(&self.shared.log);
-        let waited = self.shared.changed.wait_timeout_while(log, timeout, |log| log.outcomes.len() < count);
-        match waited {
-            Ok((log, _)) => log.outcomes.clone(),
-            Err(poisoned) => poisoned.into_inner().0.outcomes.clone(),
-        }
+        lock(&self.log).outcomes.clone()
     }
 }
 
@@ -151,7 +135,7 @@ impl Generator for ScriptedEngine {
             let prompt_tokens = request.prompt.len();
             return Err(SubmitError::TooLong { prompt_tokens, max_context_tokens: self.max_context_tokens });
         }
-        let mut log = lock(&self.shared.log);
+        let mut log = lock(&self.log);
         let (queued, limit) = (log.running.len(), *lock(&self.max_requests));
         if queued >= limit {
             return Err(SubmitError::QueueFull { queued, limit });
@@ -160,26 +144,25 @@ impl Generator for ScriptedEngine {
         let cancelled = Arc::new(AtomicBool::new(false));
         log.requests.push(request.clone());
         log.running.insert(id, Arc::clone(&cancelled));
-        let (script, shared) = (lock(&self.script).clone(), Arc::clone(&self.shared));
+        let (script, shared) = (lock(&self.script).clone(), Arc::clone(&self.log));
         thread::spawn(move || {
             let player = Player { request, sink, cancelled, tokens_taken: 0, times_full: 0 };
             let outcome = player.play(&script);
-            let mut log = lock(&shared.log);
+            let mut log = lock(&shared);
             log.running.remove(&id);
             log.outcomes.push(outcome);
-            shared.changed.notify_all();
         });
         Ok(id)
     }
 
     fn cancel(&self, request: RequestId) {
-        if let Some(cancelled) = lock(&self.shared.log).running.get(&request) {
+        if let Some(cancelled) = lock(&self.log).running.get(&request) {
             cancelled.store(true, Ordering::Relaxed);
         }
     }
 
     fn status(&self) -> EngineStatus {
-        let running = lock(&self.shared.log).running.len();
+        let running = lock(&self.log).running.len();
         EngineStatus { running, failure: lock(&self.failure).clone(), ..EngineStatus::default() }
     }
 }
