@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     sync::{
         Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::Duration,
@@ -64,6 +64,7 @@ pub struct ScriptedEngine {
     max_requests: Mutex<usize>,
     failure: Mutex<Option<String>>,
     next_id: AtomicU64,
+    tokens_taken: Arc<AtomicUsize>,
     log: Arc<Mutex<Log>>,
 }
 
@@ -83,6 +84,7 @@ impl ScriptedEngine {
             max_requests: Mutex::new(usize::MAX),
             failure: Mutex::new(None),
             next_id: AtomicU64::new(1),
+            tokens_taken: Arc::default(),
             log: Arc::default(),
         }
     }
@@ -110,6 +112,11 @@ impl ScriptedEngine {
     /// Requests accepted so far.
     pub fn requests(&self) -> Vec<GenerateRequest> {
         lock(&self.log).requests.clone()
+    }
+
+    /// Tokens that sinks took so far, of all requests.
+    pub fn tokens_taken(&self) -> usize {
+        self.tokens_taken.load(Ordering::Relaxed)
     }
 
     /// Ends of requests so far, in order.
@@ -144,9 +151,10 @@ impl Generator for ScriptedEngine {
         let cancelled = Arc::new(AtomicBool::new(false));
         log.requests.push(request.clone());
         log.running.insert(id, Arc::clone(&cancelled));
-        let (script, shared) = (lock(&self.script).clone(), Arc::clone(&self.log));
+        let (script, shared, total) =
+            (lock(&self.script).clone(), Arc::clone(&self.log), Arc::clone(&self.tokens_taken));
         thread::spawn(move || {
-            let player = Player { request, sink, cancelled, tokens_taken: 0, times_full: 0 };
+            let player = Player { request, sink, cancelled, total, tokens_taken: 0, times_full: 0 };
             let outcome = player.play(&script);
             let mut log = lock(&shared);
             log.running.remove(&id);
@@ -172,6 +180,7 @@ struct Player {
     request: GenerateRequest,
     sink: Box<dyn EventSink>,
     cancelled: Arc<AtomicBool>,
+    total: Arc<AtomicUsize>,
     tokens_taken: usize,
     times_full: usize,
 }
@@ -214,6 +223,7 @@ impl Player {
             return end;
         }
         self.tokens_taken += 1;
+        self.total.fetch_add(1, Ordering::Relaxed);
         (self.tokens_taken == self.request.max_new_tokens).then(|| self.finish(FinishReason::Length))
     }
 

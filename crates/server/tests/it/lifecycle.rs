@@ -9,7 +9,7 @@ use troika_testkit::scripted::{Act, End, Outcome};
 
 use crate::{CHAT, COMPLETIONS, PATIENCE, World, chat, completion, outcomes, says};
 
-const STEP: Duration = Duration::from_millis(40);
+const STEP: Duration = Duration::from_millis(100);
 
 fn endless() -> Vec<Act> {
     vec![Act::Forever(b'x'.into(), STEP)]
@@ -28,12 +28,11 @@ async fn a_vanished_reader_ends_its_stream() {
         for _ in 0..=round {
             stream.data().await.unwrap();
         }
+        let before = world.engine.tokens_taken();
         drop(stream);
-        let outcomes = outcomes(&world.engine, round).await;
-        let outcome = outcomes[round - 1];
+        let outcome = outcomes(&world.engine, round).await[round - 1];
         assert!(is_cancelled(&outcome), "{outcome:?}");
-        // It had read the role and `round` tokens.
-        assert!(outcome.tokens_taken <= round + 1, "{outcome:?} after reading {round}");
+        assert!(world.engine.tokens_taken() <= before + 1, "{outcome:?} after reading {round}");
     }
     world.engine.play(says("fine"));
     assert_eq!(world.post(CHAT, &chat(json!({}))).await.ok()["choices"][0]["message"]["content"], "fine");
@@ -49,19 +48,19 @@ async fn a_vanished_client_ends_its_whole_answer() {
     );
     let mut socket = TcpStream::connect(world.address).await.unwrap();
     socket.write_all((head + &body).as_bytes()).await.unwrap();
-    sleep(5 * STEP).await;
-    let before = std::time::Instant::now();
+    sleep(STEP * 5 / 2).await;
+    let before = world.engine.tokens_taken();
+    assert!(before > 0, "it was under way");
     drop(socket);
     let outcome = outcomes(&world.engine, 1).await[0];
     assert!(is_cancelled(&outcome), "{outcome:?}");
-    assert!(before.elapsed() < 10 * STEP, "took {:?}", before.elapsed());
+    assert!(world.engine.tokens_taken() <= before + 1, "{outcome:?}");
 }
 
 #[tokio::test]
 async fn a_client_that_leaves_during_prefill() {
-    let mut script = vec![Act::Pause(Duration::from_millis(5)); 1];
-    script.extend((0..10_000).flat_map(|n| [Act::Prefilled(n), Act::Pause(Duration::from_millis(5))]));
-    let world = World::start(script).await;
+    let steps = (0..10_000).flat_map(|n| [Act::Prefilled(n), Act::Pause(Duration::from_millis(5))]);
+    let world = World::start(steps.collect()).await;
     let stream = world.stream(CHAT, &chat(json!({"stream": true}))).await;
     drop(stream);
     let outcome = outcomes(&world.engine, 1).await[0];
@@ -72,12 +71,12 @@ async fn a_client_that_leaves_during_prefill() {
 #[tokio::test]
 async fn a_client_that_does_not_read() {
     let world = World::with(vec![Act::Forever(b'x'.into(), Duration::ZERO)], |state| {
-        state.max_context_tokens = 4_000;
+        // Systems buffer megabytes for a reader, so the answer must be longer: each event carries the model's name.
+        state.model_id = "m".repeat(20_000);
         state.limits.max_waiting_tokens = 4;
         state.limits.unread_timeout = Duration::from_millis(300);
     })
     .await;
-    // The kernel buffers a lot, so many connections share little memory: keep each receive window small.
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(2048).unwrap();
     let mut socket = socket.connect(world.address).await.unwrap();
@@ -88,10 +87,6 @@ async fn a_client_that_does_not_read() {
     );
     socket.write_all((head + &body).as_bytes()).await.unwrap();
     let outcome = outcomes(&world.engine, 1).await[0];
-    // Some systems buffer the whole answer; then there is nothing to see.
-    if outcome.end == End::Finished(FinishReason::Length) {
-        return;
-    }
     assert_eq!(outcome.end, End::Gone, "{outcome:?}");
     assert!(outcome.times_full > 10, "{outcome:?}");
     drop(socket);

@@ -1,8 +1,9 @@
 //! What is refused, and in which words. No request, however odd, is answered by a panic.
 
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use crate::{CHAT, COMPLETIONS, World, chat, client, completion, says};
+use crate::{CHAT, COMPLETIONS, PATIENCE, World, chat, client, completion, says};
 
 #[tokio::test]
 async fn paths_and_methods() {
@@ -70,8 +71,13 @@ async fn bodies_that_do_not_come() {
 #[tokio::test]
 async fn heads_that_are_too_long() {
     let world = World::saying("x").await;
-    let head = format!("GET /health HTTP/1.1\r\nhost: x\r\nx: {}\r\n\r\n", "y".repeat(100_000));
-    assert_eq!(client::raw(world.address, head.as_bytes()).await.status, 431);
+    let head = format!("GET /health HTTP/1.1\r\nhost: x\r\nx: {}\r\n\r\n", "y".repeat(500_000));
+    // The server closes without reading on, and then the system may or may not deliver its 431.
+    let mut socket = tokio::net::TcpStream::connect(world.address).await.unwrap();
+    let _ = socket.write_all(head.as_bytes()).await;
+    let mut answer = Vec::new();
+    let _ = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut answer)).await.expect("closed in time");
+    assert!(answer.is_empty() || answer.starts_with(b"HTTP/1.1 431"), "{}", String::from_utf8_lossy(&answer));
     world.get("/health").await.ok();
 }
 
