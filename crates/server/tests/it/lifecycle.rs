@@ -48,9 +48,10 @@ async fn a_vanished_client_ends_its_whole_answer() {
     );
     let mut socket = TcpStream::connect(world.address).await.unwrap();
     socket.write_all((head + &body).as_bytes()).await.unwrap();
-    sleep(STEP * 5 / 2).await;
+    while world.engine.tokens_taken() == 0 {
+        sleep(STEP / 10).await;
+    }
     let before = world.engine.tokens_taken();
-    assert!(before > 0, "it was under way");
     drop(socket);
     let outcome = outcomes(&world.engine, 1).await[0];
     assert!(is_cancelled(&outcome), "{outcome:?}");

@@ -1,7 +1,12 @@
 //! What is refused, and in which words. No request, however odd, is answered by a panic.
 
+use proptest::{
+    prelude::*,
+    test_runner::{Config, TestRunner},
+};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use troika_server::parameters::PARAMETERS;
 
 use crate::{CHAT, COMPLETIONS, PATIENCE, World, chat, client, completion, says};
 
@@ -263,4 +268,47 @@ async fn a_tokenizer_without_markers_cannot_chat() {
     reply.refuses(400, "unsupported_by_model", None);
     assert!(reply.json()["error"]["message"].as_str().unwrap().contains("<｜User｜>"));
     world.post(COMPLETIONS, &completion(json!({}))).await.ok();
+}
+
+fn any_json() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        prop_oneof![Just("text".to_owned()), Just("user".to_owned()), Just("system".to_owned()), "\\PC{0,6}"]
+            .prop_map(Value::from),
+    ];
+    let name = prop_oneof![
+        Just("role".to_owned()),
+        Just("content".to_owned()),
+        Just("type".to_owned()),
+        Just("text".to_owned()),
+        "[a-z]{0,3}"
+    ];
+    leaf.prop_recursive(4, 24, 4, move |inner| {
+        prop_oneof![
+            proptest::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+            proptest::collection::btree_map(name.clone(), inner, 0..4)
+                .prop_map(|map| Value::Object(map.into_iter().collect())),
+        ]
+    })
+}
+
+/// Any value for any parameter is served or refused, never a server error.
+#[test]
+fn odd_values_are_never_our_fault() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let world = runtime.block_on(World::saying("x"));
+    let names = prop::sample::select(PARAMETERS).prop_map(|row| row.name);
+    let fields = proptest::collection::vec((names, any_json()), 1..3);
+    let mut runner = TestRunner::new(Config::with_cases(300));
+    let result = runner.run(&(fields, any::<bool>()), |(fields, is_chat)| {
+        let more = Value::Object(fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect());
+        let (path, body) = if is_chat { (CHAT, chat(more)) } else { (COMPLETIONS, completion(more)) };
+        let reply = runtime.block_on(world.post(path, &body));
+        prop_assert!([200, 400, 404].contains(&reply.status), "{} for {}", reply.status, body);
+        Ok(())
+    });
+    result.unwrap();
 }
