@@ -23,7 +23,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 const MAX_ACCEPT_FAILURES: usize = 600;
 /// Time for streams to write their last event once the grace period is over.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Longest request line and headers.
+/// About the longest request line and headers; reads come in blocks, so a little more may pass.
 const MAX_HEADER_BYTES: usize = 64 << 10;
 
 /// How far the server is from its end.
@@ -117,6 +117,7 @@ async fn converse(
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.header_timeout)
+        .max_header_size(MAX_HEADER_BYTES)
         .max_buf_size(MAX_HEADER_BYTES)
         .serve_connection(TokioIo::new(socket), service);
     let mut connection = pin!(connection);

@@ -110,7 +110,10 @@ impl Generation {
                     self.is_over = true;
                     Some(failed("engine_error", message))
                 }
-                None => Some(failed("generation_lost", "The engine gave up this generation: nobody read its answer.")),
+                None => Some(failed(
+                    "generation_lost",
+                    "The engine gave up this generation, perhaps because nobody read it.",
+                )),
             };
             if let Some(piece) = piece {
                 return piece;

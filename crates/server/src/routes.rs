@@ -31,8 +31,8 @@ use crate::{
     request::{Asked, Delivery, Endpoint, Prompt, model_not_found},
 };
 
-/// Requests whose JSON and text are worked on at a time: each may need many times its size while that lasts.
-const MAX_READERS: usize = 4;
+/// Requests whose JSON and text are worked on at a time: each may need a hundred times its size while that lasts.
+const MAX_READERS: usize = 2;
 /// A body over the limit is read on up to this many times the limit, so that its sender comes to read our answer.
 const PATIENCE: usize = 4;
 

@@ -3,8 +3,8 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::Duration,
@@ -64,13 +64,8 @@ pub struct ScriptedEngine {
     max_requests: Mutex<usize>,
     failure: Mutex<Option<String>>,
     next_id: AtomicU64,
-    shared: Arc<Shared>,
-}
-
-#[derive(Default)]
-struct Shared {
-    log: Mutex<Log>,
-    changed: Condvar,
+    tokens_taken: Arc<AtomicUsize>,
+    log: Arc<Mutex<Log>>,
 }
 
 #[derive(Default)]
@@ -89,7 +84,8 @@ impl ScriptedEngine {
             max_requests: Mutex::new(usize::MAX),
             failure: Mutex::new(None),
             next_id: AtomicU64::new(1),
-            shared: Arc::default(),
+            tokens_taken: Arc::default(),
+            log: Arc::default(),
         }
     }
 
@@ -115,22 +111,17 @@ impl ScriptedEngine {
 
     /// Requests accepted so far.
     pub fn requests(&self) -> Vec<GenerateRequest> {
-        lock(&self.shared.log).requests.clone()
+        lock(&self.log).requests.clone()
+    }
+
+    /// Tokens that sinks took so far, of all requests.
+    pub fn tokens_taken(&self) -> usize {
+        self.tokens_taken.load(Ordering::Relaxed)
     }
 
     /// Ends of requests so far, in order.
     pub fn outcomes(&self) -> Vec<Outcome> {
-        lock(&self.shared.log).outcomes.clone()
-    }
-
-    /// Waits until so many requests have ended, at most `timeout`; returns the ends so far.
-    pub fn wait_for_outcomes(&self, count: usize, timeout: Duration) -> Vec<Outcome> {
-        let log = lock(&self.shared.log);
-        let waited = self.shared.changed.wait_timeout_while(log, timeout, |log| log.outcomes.len() < count);
-        match waited {
-            Ok((log, _)) => log.outcomes.clone(),
-            Err(poisoned) => poisoned.into_inner().0.outcomes.clone(),
-        }
+        lock(&self.log).outcomes.clone()
     }
 }
 
@@ -151,7 +142,7 @@ impl Generator for ScriptedEngine {
             let prompt_tokens = request.prompt.len();
             return Err(SubmitError::TooLong { prompt_tokens, max_context_tokens: self.max_context_tokens });
         }
-        let mut log = lock(&self.shared.log);
+        let mut log = lock(&self.log);
         let (queued, limit) = (log.running.len(), *lock(&self.max_requests));
         if queued >= limit {
             return Err(SubmitError::QueueFull { queued, limit });
@@ -160,26 +151,26 @@ impl Generator for ScriptedEngine {
         let cancelled = Arc::new(AtomicBool::new(false));
         log.requests.push(request.clone());
         log.running.insert(id, Arc::clone(&cancelled));
-        let (script, shared) = (lock(&self.script).clone(), Arc::clone(&self.shared));
+        let (script, shared, total) =
+            (lock(&self.script).clone(), Arc::clone(&self.log), Arc::clone(&self.tokens_taken));
         thread::spawn(move || {
-            let player = Player { request, sink, cancelled, tokens_taken: 0, times_full: 0 };
+            let player = Player { request, sink, cancelled, total, tokens_taken: 0, times_full: 0 };
             let outcome = player.play(&script);
-            let mut log = lock(&shared.log);
+            let mut log = lock(&shared);
             log.running.remove(&id);
             log.outcomes.push(outcome);
-            shared.changed.notify_all();
         });
         Ok(id)
     }
 
     fn cancel(&self, request: RequestId) {
-        if let Some(cancelled) = lock(&self.shared.log).running.get(&request) {
+        if let Some(cancelled) = lock(&self.log).running.get(&request) {
             cancelled.store(true, Ordering::Relaxed);
         }
     }
 
     fn status(&self) -> EngineStatus {
-        let running = lock(&self.shared.log).running.len();
+        let running = lock(&self.log).running.len();
         EngineStatus { running, failure: lock(&self.failure).clone(), ..EngineStatus::default() }
     }
 }
@@ -189,6 +180,7 @@ struct Player {
     request: GenerateRequest,
     sink: Box<dyn EventSink>,
     cancelled: Arc<AtomicBool>,
+    total: Arc<AtomicUsize>,
     tokens_taken: usize,
     times_full: usize,
 }
@@ -231,6 +223,7 @@ impl Player {
             return end;
         }
         self.tokens_taken += 1;
+        self.total.fetch_add(1, Ordering::Relaxed);
         (self.tokens_taken == self.request.max_new_tokens).then(|| self.finish(FinishReason::Length))
     }
 

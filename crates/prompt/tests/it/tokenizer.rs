@@ -144,3 +144,23 @@ proptest! {
         prop_assert_eq!(load(&spec).decode(&ids, markers), library.decode(&ids, !shown).unwrap());
     }
 }
+
+/// The encodings of section 13.1 of the model spec, and what no random text shows: the speed of hostile ones is linear.
+#[test]
+#[ignore = "needs a published tokenizer.json: TROIKA_TEST_TOKENIZER=FILE cargo test -p troika-prompt -- --ignored"]
+fn the_published_tokenizer() {
+    let path = std::env::var_os("TROIKA_TEST_TOKENIZER").expect("TROIKA_TEST_TOKENIZER names a file");
+    let tokenizer = Tokenizer::from_file(path.as_ref()).unwrap();
+    assert_eq!(tokenizer.encode("The capital of France is").unwrap(), [671, 6102, 294, 8760, 344]);
+    assert_eq!(tokenizer.encode("1234567890").unwrap(), [6895, 18009, 25744, 18]);
+    assert_eq!(tokenizer.encode("你好, world").unwrap(), [30594, 14, 2058]);
+    for (marker, id) in MARKERS.into_iter().zip([0, 1, 128_803, 128_804, 128_821, 128_822, 128_825]) {
+        assert_eq!(tokenizer.special(marker), Some(id));
+        let ids = tokenizer.encode(marker).unwrap();
+        assert!(ids.iter().all(|id| (3..128_000).contains(id)), "{marker} became {ids:?}");
+    }
+    for text in [" ".repeat(2_000_000), " \n".repeat(1_000_000), "!".repeat(2_000_000), " ".repeat(2_000_000) + "x"] {
+        let ids = tokenizer.encode(&text).unwrap();
+        assert!(tokenizer.decode(&ids, MarkerText::Hidden) == text);
+    }
+}
