@@ -39,8 +39,8 @@ fn main() -> ExitCode {
     let filter = EnvFilter::try_from_env("TROIKA_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
     let done = match cli.command {
-        Command::Run(args) => commands::run::run(args),
-        Command::Serve(args) => commands::serve::run(args),
+        Command::Run(args) => commands::run::run(&args),
+        Command::Serve(args) => commands::serve::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::Logits(args) => commands::logits::run(&args),

@@ -91,7 +91,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     bar.finish_and_clear();
     let results = args.prompt_lengths.iter().zip(&samples);
     let report = Report {
-        model: model.name.clone(),
+        model: model.name,
         device: runner.device_description().to_owned(),
         rounds: args.rounds,
         chunk: args.chunk,

@@ -70,26 +70,23 @@ impl EventSink for Printer {
 
 /// How a generation ended.
 enum End {
-    Done {
-        reason: FinishReason,
-        usage: Usage,
-    },
+    Done(FinishReason),
     /// A stop string was found.
     Stopped,
     Interrupted(Signal),
 }
 
 #[tokio::main(flavor = "current_thread")]
-pub(crate) async fn run(args: Args) -> Result<ExitCode> {
+pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     ensure!(!args.stop.iter().any(String::is_empty), "--stop: an empty string would end the text at once");
-    let prompt = read_prompt(&args)?;
+    let prompt = read_prompt(args)?;
     let start = Instant::now();
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
     let ids = encode(&tokenizer, prompt, args.chat)?;
     let request = GenerateRequest {
         max_new_tokens: args.max_tokens as usize,
-        sampling: sampling(&args, model.sampling_advice()?),
+        sampling: sampling(args, model.sampling_advice()?),
         stop_tokens: model.config.eos_token_ids.clone(),
         prompt: ids,
     };

@@ -76,7 +76,7 @@ pub(crate) async fn terminated() -> Result<Signal> {
 }
 
 #[tokio::main]
-pub(crate) async fn run(args: Args) -> Result<ExitCode> {
+pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     ensure!(
         args.host.is_loopback(),
         "--host {}: this address can be reached from other machines, and there are no API keys yet; use 127.0.0.1 behind a \
@@ -130,5 +130,5 @@ pub(crate) async fn run(args: Args) -> Result<ExitCode> {
     watcher.abort();
     tokio::task::spawn_blocking(move || engine.shutdown()).await?;
     let ended_by = *signal.borrow_and_update();
-    Ok(ended_by.map_or(ExitCode::SUCCESS, |_| ExitCode::SUCCESS))
+    Ok(ended_by.map_or(ExitCode::SUCCESS, Signal::exit_code))
 }

@@ -18,7 +18,7 @@ use crate::progress;
 pub(crate) struct Args {
     /// Sizes: mini (374 M parameters, 0.3 GB), true2 (two layers of V4-Flash, 7.3 GB), flash-slice (four layers with 32
     /// experts, 2.5 GB).
-    #[arg(long, value_parser = PossibleValuesParser::new(Preset::ALL.map(Preset::name)).map(preset))]
+    #[arg(long, value_parser = PossibleValuesParser::new(Preset::ALL.map(Preset::name)).map(|name| preset(&name)))]
     preset: Preset,
     /// Folder to write; must not exist or be empty.
     out: PathBuf,
@@ -27,7 +27,7 @@ pub(crate) struct Args {
     seed: u64,
 }
 
-fn preset(name: String) -> Preset {
+fn preset(name: &str) -> Preset {
     Preset::ALL.into_iter().find(|preset| preset.name() == name).expect("clap has checked the name")
 }
 

@@ -81,7 +81,12 @@ fn run(graph: &StepGraph, luck: &[usize]) -> Result<(), TestCaseError> {
         let node_index = ready[luck[turn % luck.len()] % ready.len()];
         let node = &graph.nodes()[node_index];
         for input in &node.inputs {
-            prop_assert_eq!(held[plan.slot_of(*input).0 as usize], Some(*input), "node {} reads another value", node_index);
+            prop_assert_eq!(
+                held[plan.slot_of(*input).0 as usize],
+                Some(*input),
+                "node {} reads another value",
+                node_index
+            );
         }
         for output in &node.outputs {
             let slot = plan.slot_of(*output);
