@@ -1,3 +1,5 @@
+//! Conversations as token ids.
+
 use proptest::prelude::*;
 use troika_prompt::{
     ChatOptions, MarkerText, Message, OldReasoning, PromptError, ThinkingMode, encode_chat, encode_completion,

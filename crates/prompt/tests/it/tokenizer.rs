@@ -1,3 +1,5 @@
+//! Text to ids and back, and what text must never become.
+
 use proptest::prelude::*;
 use serde_json::Value;
 use troika_prompt::{MarkerText, PromptError, Tokenizer};
