@@ -87,9 +87,7 @@ impl Format {
             Self::Mxfp4 => cols.is_multiple_of(MX_GROUP).then_some([elements / 2, elements / MX_GROUP, 0]),
             Self::Affine { bits, group, scale } => {
                 let (bits, group) = (usize::from(bits), usize::from(group));
-                if !matches!(bits, 2 | 3 | 4 | 5 | 6 | 8)
-                    || !matches!(group, 32 | 64 | 128)
-                    || !cols.is_multiple_of(group)
+                if !matches!(bits, 2 | 3 | 4 | 5 | 6 | 8) || !matches!(group, 32 | 64 | 128) || !cols.is_multiple_of(group)
                 {
                     return None;
                 }
@@ -179,9 +177,7 @@ impl StoredTensor {
         [data, scales, biases]: [SharedBytes; 3],
     ) -> Result<Self, StorageError> {
         let want = format.byte_lengths(rows, cols).ok_or(StorageError::Shape { format, rows, cols })?;
-        for (part, bytes, want) in
-            [("data", &data, want[0]), ("scales", &scales, want[1]), ("biases", &biases, want[2])]
-        {
+        for (part, bytes, want) in [("data", &data, want[0]), ("scales", &scales, want[1]), ("biases", &biases, want[2])] {
             if bytes.len() != want {
                 return Err(StorageError::Length { part, format, rows, cols, want, got: bytes.len() });
             }

@@ -287,7 +287,8 @@ impl LayerState {
 
     fn bytes(&self) -> u64 {
         let pools = [&self.compressed, &self.index].into_iter().flatten();
-        let pools: u64 = pools.map(|p| p.rows.bytes() + (p.tail_kv.capacity() + p.tail_gate.capacity()) as u64 * 4).sum();
+        let pools: u64 =
+            pools.map(|p| p.rows.bytes() + (p.tail_kv.capacity() + p.tail_gate.capacity()) as u64 * 4).sum();
         self.window.rows.capacity() as u64 * 4 + pools
     }
 }

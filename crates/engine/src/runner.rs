@@ -409,8 +409,7 @@ impl Runner {
         let segment = Segment { sequence, row: 0, rows, position, acceptance: Acceptance::Whole };
         let rows = StepRows { tokens, segments: vec![segment], logit_rows: (0..rows).collect() };
         let graph = Arc::new(self.emitter.draft(self.options.class, self.options.debug));
-        let ticket =
-            self.executor.submit(Step { graph, rows, states: vec![state], priority: Priority::Decode })?;
+        let ticket = self.executor.submit(Step { graph, rows, states: vec![state], priority: Priority::Decode })?;
         // The block writes no state, so nothing is committed.
         self.pending.insert(ticket, Pending { chunks: Vec::new(), logit_rows: vec![0] });
         let (done, forward) = self.next_done()?;

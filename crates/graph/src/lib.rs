@@ -14,7 +14,7 @@ pub use cost::{Cost, Costs};
 pub use memory::{MemoryPlan, Slot, SlotId};
 pub use op::{Kind, Op};
 pub use step::{
-    Access, Acceptance, Element, GraphBuilder, Node, NodeId, Segment, StateEdge, StatePart, StepGraph, StepRows, Tap, Value,
-    ValueId,
+    Acceptance, Access, Element, GraphBuilder, Node, NodeId, Segment, StateEdge, StatePart, StepGraph, StepRows, Tap,
+    Value, ValueId,
 };
 pub use weights::{Role, Scope, WeightKey, WeightRef, WeightSource};

@@ -63,7 +63,8 @@ pub(crate) fn plan(
         let before = &mut predecessors[index];
         let shared = node.op.in_place(node.inputs.len());
         for input in &node.inputs {
-            let slot = slot_of[input.0 as usize].unwrap_or_else(|| panic!("node {index} reads a value nobody produced"));
+            let slot =
+                slot_of[input.0 as usize].unwrap_or_else(|| panic!("node {index} reads a value nobody produced"));
             let slot_use = &mut uses[slot.0 as usize];
             before.extend(slot_use.writer.filter(|writer| *writer != id));
             slot_use.readers.push(id);

@@ -147,7 +147,14 @@ pub enum Op {
     Route { router: Router },
     /// `x, ids, weights (, acc) -> acc [T, D]` in place: adds the routed experts `first .. first + w1.len()`, ascending,
     /// so that several nodes in order give the same bits as one.
-    Experts { first: usize, w1: Vec<WeightRef>, w2: Vec<WeightRef>, w3: Vec<WeightRef>, top_k: usize, limit: Option<f32> },
+    Experts {
+        first: usize,
+        w1: Vec<WeightRef>,
+        w2: Vec<WeightRef>,
+        w3: Vec<WeightRef>,
+        top_k: usize,
+        limit: Option<f32>,
+    },
     /// `x -> y`: gate/up, clamp, SwiGLU, down (9.3).
     SharedExpert { w1: WeightRef, w2: WeightRef, w3: WeightRef, limit: Option<f32> },
     /// `a, b -> a` in place.
@@ -207,7 +214,9 @@ impl Op {
     pub fn weights(&self) -> Vec<WeightRef> {
         match self {
             Self::Embed { table, .. } => vec![*table],
-            Self::HcPre { weights, .. } | Self::HcHead { weights, .. } => vec![weights.fn_, weights.base, weights.scale],
+            Self::HcPre { weights, .. } | Self::HcHead { weights, .. } => {
+                vec![weights.fn_, weights.base, weights.scale]
+            }
             Self::RmsNorm { weight, .. } | Self::GroupedLinear { weight, .. } => vec![*weight],
             Self::Linear { weights } => weights.clone(),
             Self::Compress { compressor } => vec![compressor.ape, compressor.norm],

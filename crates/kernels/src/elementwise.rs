@@ -14,7 +14,7 @@ pub fn add(ctx: Ctx, a: &mut [f32], b: &[f32]) {
     assert_eq!(a.len(), b.len(), "a and b must have the same length");
     let sum = |a: &mut [f32], b: &[f32]| a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
     let (body, tail) = a.split_at_mut(b.len() - b.len() % PIECE);
-    for_each_row(ctx, body, PIECE, |i, a| sum(a, &b[i * PIECE..(i + 1) * PIECE]));
+    for_each_row(ctx.light(body.len()), body, PIECE, |i, a| sum(a, &b[i * PIECE..(i + 1) * PIECE]));
     sum(tail, &b[body.len()..]);
 }
 

@@ -158,7 +158,7 @@ fn run_batch(
 ) {
     let dim = parts[0].weights.w2.rows();
     let mut gathered = vec![0.0; entries.len() * dim];
-    for_each_row(ctx, &mut gathered, dim, |r, row| {
+    for_each_row(ctx.light(entries.len() * dim), &mut gathered, dim, |r, row| {
         let t = entries[r] / top_k;
         row.copy_from_slice(&x[t * dim..(t + 1) * dim]);
     });
@@ -172,7 +172,7 @@ fn run_batch(
     for (r, entry) in entries.iter().enumerate() {
         rows_of[entry / top_k].push(r);
     }
-    for_each_row(ctx, acc, dim, |t, acc| {
+    for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
         for &r in &rows_of[t] {
             acc.iter_mut().zip(&results[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);
         }
@@ -200,7 +200,7 @@ fn hidden_rows(
         // SAFETY: parts have disjoint rows, and the two products of a part write to different vectors.
         unsafe { run_jobs(ctx, &jobs) };
     }
-    for_each_row(ctx, hidden, inner, |r, gate| {
+    for_each_row(ctx.light(hidden.len()), hidden, inner, |r, gate| {
         swiglu_in_place(ctx.level, gate, &up[r * inner..(r + 1) * inner], limit, factor(r));
     });
 }
@@ -221,7 +221,7 @@ impl Part<'_> {
             x: &x[self.rows.start * w.cols()..],
             x_stride: w.cols(),
             rows: self.rows.len(),
-            w: Matrix::Stored(w),
+            w: Matrix::stored(w),
             w_rows: 0..w.rows(),
             out,
             out_start: self.rows.start * w.rows(),

@@ -48,8 +48,8 @@ impl HcParams<'_> {
 /// - `collapsed` `[T, D]`, overwritten: `Σ_s pre[s] · x[s]`
 /// - `mix`       `[T, S + S·S]`, overwritten: `post[k]`, then `comb[j, k]`, for [`hc_post`]
 ///
-/// Accuracy: `mix` within `1e-6 · (1 + Σ|rms(x)·fn|)` of [`crate::reference::hc_mix`], relative to the largest entry;
-/// `collapsed` follows from that.
+/// Accuracy: `mix` within `1e-6 · (1 + max(Σ|rms(x)·fn|·|scale| + |base|))` of [`crate::reference::hc_mix`], `collapsed`
+/// within that times `Σ_s |x[s]|`.
 ///
 /// # Panics
 ///
@@ -67,6 +67,8 @@ pub fn hc_pre(ctx: Ctx, p: &HcParams, x: &[f32], collapsed: &mut [f32], mix: &mu
 /// - `pre` `[T, S]`, overwritten
 /// - `mix` `[T, S + S·S]`, overwritten
 ///
+/// Accuracy as `mix` of [`hc_pre`].
+///
 /// # Panics
 ///
 /// If the lengths disagree with the shapes above.
@@ -79,7 +81,8 @@ pub fn hc_mix(ctx: Ctx, p: &HcParams, x: &[f32], pre: &mut [f32], mix: &mut [f32
     assert_eq!(pre.len(), rows * s, "pre must be [T, {s}]");
     assert_eq!(mix.len(), rows * (s + s * s), "mix must be [T, {s} + {s} x {s}]");
     let logits = logits(ctx, p, x, rows, outputs);
-    for_each_row2(ctx, pre, s, mix, s + s * s, |t, pre, mix| {
+    // A row costs as much as some thousand plain numbers: two dozen exponentials and twenty normalisations.
+    for_each_row2(ctx.light(rows * 4096), pre, s, mix, s + s * s, |t, pre, mix| {
         coefficients(p, &logits[t * outputs..(t + 1) * outputs], pre, mix);
     });
 }
@@ -90,7 +93,7 @@ fn logits(ctx: Ctx, p: &HcParams, x: &[f32], rows: usize, outputs: usize) -> Vec
     assert_eq!(x.len(), rows * width, "x must be [T, {} x {}]", p.streams, p.dim);
     let mut logits = vec![0.0; rows * outputs];
     matmul_any(ctx, x, Matrix::F32 { data: p.fn_, cols: width }, &mut logits);
-    for_each_row(ctx, &mut logits, outputs, |t, logits| {
+    for_each_row(ctx.light(x.len()), &mut logits, outputs, |t, logits| {
         scale_by_rms(ctx.level, &x[t * width..(t + 1) * width], p.norm_eps, logits);
     });
     logits
@@ -122,7 +125,8 @@ fn coefficients(p: &HcParams, logits: &[f32], pre: &mut [f32], mix: &mut [f32]) 
 }
 
 /// Turns logits `[S, S]` into a nearly doubly stochastic matrix, in place: softmax of each row plus `eps`, columns
-/// divided by their sums, then `iters - 1` times rows and columns; each sum plus `eps`.
+/// divided by their sums, then `iters - 1` times rows and columns; each sum plus `eps`. Within 5e-7 of
+/// [`crate::reference::sinkhorn`] for logits of a few units.
 ///
 /// # Panics
 ///
@@ -154,7 +158,7 @@ pub fn sinkhorn(comb: &mut [f32], streams: usize, iters: usize, eps: f32) {
 /// `out[t] = Σ_s factors[t, s] · x[t, s]`.
 fn collapse(ctx: Ctx, streams: usize, dim: usize, x: &[f32], factors: &[f32], out: &mut [f32]) {
     assert_eq!(x.len(), out.len() * streams, "out must be [T, {dim}]");
-    for_each_row(ctx, out, dim, |t, out| {
+    for_each_row(ctx.light(x.len()), out, dim, |t, out| {
         let x = &x[t * streams * dim..(t + 1) * streams * dim];
         weighted_sum(ctx.level, x, &factors[t * streams..(t + 1) * streams], out);
     });
@@ -190,7 +194,7 @@ pub fn hc_post(ctx: Ctx, streams: usize, dim: usize, y: &[f32], mix: &[f32], x: 
     assert!(0 < streams && streams <= MAX_STREAMS, "{streams} streams");
     assert_eq!(x.len(), y.len() * streams, "x must be [T, {streams} x {dim}]");
     assert_eq!(mix.len() * dim, y.len() * (streams + streams * streams), "mix must be [T, {streams} + {streams}²]");
-    for_each_row(ctx, x, streams * dim, |t, x| {
+    for_each_row(ctx.light(x.len()), x, streams * dim, |t, x| {
         let mix = &mix[t * (streams + streams * streams)..(t + 1) * (streams + streams * streams)];
         merge(ctx.level, &y[t * dim..(t + 1) * dim], mix, x, streams);
     });
@@ -234,6 +238,8 @@ fn merge_body<const FMA: bool>(y: &[f32], mix: &[f32], x: &mut [f32], streams: u
 /// - `x`   `[T, S·D]`
 /// - `out` `[T, D]`, overwritten
 ///
+/// Accuracy as `collapsed` of [`hc_pre`].
+///
 /// # Panics
 ///
 /// If the lengths disagree with the shapes above.
@@ -252,13 +258,15 @@ pub fn hc_head(ctx: Ctx, p: &HcParams, x: &[f32], out: &mut [f32]) {
 /// - `x`   `[T, S·D]`
 /// - `out` `[T, D]`, overwritten
 ///
+/// Accuracy: within `S · ε · Σ|x|` of [`crate::reference::stream_mean`].
+///
 /// # Panics
 ///
 /// If the lengths disagree with the shapes above.
 pub fn stream_mean(ctx: Ctx, streams: usize, dim: usize, x: &[f32], out: &mut [f32]) {
     assert!(0 < streams && streams <= MAX_STREAMS, "{streams} streams");
     assert_eq!(x.len(), out.len() * streams, "x must be [T, {streams} x {dim}]");
-    for_each_row(ctx, out, dim, |t, out| {
+    for_each_row(ctx.light(x.len()), out, dim, |t, out| {
         let x = &x[t * streams * dim..(t + 1) * streams * dim];
         weighted_sum(ctx.level, x, &[1.0; MAX_STREAMS][..streams], out);
         out.iter_mut().for_each(|x| *x /= streams as f32);

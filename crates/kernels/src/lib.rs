@@ -8,8 +8,8 @@
 //! only. `tests/it/contract.rs` checks it bit by bit. Bounds in the documentation are for finite numbers and use
 //! `ε = 2^-24`, the relative error of one rounding.
 //!
-//! [`reference`] has the loops that everything is tested against; [`parallel`] says how threads are used; [`matmul`]
-//! is where the time goes.
+//! [`mod@reference`] has the loops that everything is tested against; [`parallel`] says how threads are used;
+//! [`mod@matmul`] is where the time goes.
 
 #![warn(missing_docs)]
 

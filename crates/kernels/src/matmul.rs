@@ -5,7 +5,8 @@
 //! choose *when* an output is computed.
 //!
 //! Weights are decoded 16 output rows (a strip) by 256 columns at a time into an `f32` panel `[column][16]`, which a
-//! register tile multiplies with up to six rows of `x`. Levels differ in the tile: `scalar`, `avx2`.
+//! register tile multiplies with up to six rows of `x`. With one or two rows the panel is not worth writing: columns go
+//! from the transposition straight into the chains. Levels differ in the tile: `scalar`, `avx2`.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -29,6 +30,8 @@ const STRIP: usize = 16;
 const STRIPS: usize = 4;
 /// Rows of `x` in a register tile.
 const TILE_ROWS: usize = 6;
+/// Up to so many rows of `x`, vector levels multiply decoded weights without writing a panel.
+const FEW_ROWS: usize = 2;
 /// Rows of `x` that a task takes at a time, a multiple of `TILE_ROWS`: their columns of one block stay in L2.
 const ROW_BLOCK: usize = 480;
 
@@ -45,7 +48,7 @@ const ROW_BLOCK: usize = 480;
 ///
 /// If the lengths disagree with the shapes above, or `w` is a table of integers.
 pub fn matmul(ctx: Ctx, x: &[f32], w: &StoredTensor, out: &mut [f32]) {
-    matmul_any(ctx, x, Matrix::Stored(w), out);
+    matmul_any(ctx, x, Matrix::stored(w), out);
 }
 
 /// [`matmul`] with a weight in any form.
@@ -83,7 +86,7 @@ pub fn grouped_matmul(ctx: Ctx, x: &[f32], groups: usize, w: &StoredTensor, out:
             x: &x[g * w.cols()..],
             x_stride: width,
             rows,
-            w: Matrix::Stored(w),
+            w: Matrix::stored(w),
             w_rows: g * per_group..(g + 1) * per_group,
             out: &out,
             out_start: g * per_group,
@@ -204,7 +207,7 @@ fn tiles(threads: usize, jobs: &[Job]) -> Vec<Tile> {
 /// Buffers of one thread.
 #[derive(Default)]
 struct Scratch {
-    /// `[STRIPS][BLOCK][STRIP]`
+    /// `[STRIPS][BLOCK][STRIP]`; with few rows of `x` decoded rows `[2·STRIP][BLOCK]` instead.
     panel: Vec<f32>,
     /// Decoded rows before they are transposed, `[8][BLOCK]`.
     decoded: Vec<f32>,
@@ -243,6 +246,7 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
         }
         return;
     }
+    let direct = level != CpuLevel::Scalar && rows.len() <= FEW_ROWS;
     let pack = rows.len() >= 2 * TILE_ROWS;
     if pack {
         let needed = rows.len() * BLOCK.min(cols);
@@ -261,6 +265,23 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
                 &mut scratch.packed,
             );
         }
+        let place = Place { job, first_col, block };
+        if direct {
+            for first in outputs.clone().step_by(2 * STRIP) {
+                let outputs = first..(first + 2 * STRIP).min(outputs.end);
+                let x = place.strided(rows.clone());
+                let w_rows = job.w_rows.start + outputs.start..job.w_rows.start + outputs.end;
+                let (mut sums, decoded) = (Sums::default(), &mut scratch.panel);
+                dispatch!(
+                    level,
+                    unreachable!("only vector levels have a direct path"),
+                    avx2::multiply_few(x, rows.len(), block, job.w, w_rows, first_col, decoded, &mut sums)
+                );
+                // SAFETY: part of the caller's promise.
+                unsafe { place.add_sums(rows.clone(), outputs, &sums) };
+            }
+            continue;
+        }
         for first in outputs.clone().step_by(STRIPS * STRIP) {
             let outputs = first..(first + STRIPS * STRIP).min(outputs.end);
             for (s, strip) in outputs.clone().step_by(STRIP).enumerate() {
@@ -273,34 +294,68 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
                     avx2::fill_panel(job.w, w_rows, first_col, decoded, panel)
                 );
             }
+            let strips = outputs.len().div_ceil(STRIP);
             for t in rows.clone().step_by(TILE_ROWS) {
-                let num_rows = TILE_ROWS.min(rows.end - t);
+                let tile = t..(t + TILE_ROWS).min(rows.end);
                 let x = if pack {
                     let start = (t - rows.start) * block;
-                    XBlock { numbers: &scratch.packed[start..start + num_rows * block], stride: None }
+                    XBlock { numbers: &scratch.packed[start..start + tile.len() * block], stride: None }
                 } else {
-                    let start = t * job.x_stride + first_col;
-                    let end = start + (num_rows - 1) * job.x_stride + block;
-                    XBlock { numbers: &job.x[start..end], stride: Some(job.x_stride) }
+                    place.strided(tile.clone())
                 };
-                let mut sums = [[0.0; STRIPS * STRIP]; TILE_ROWS];
-                let strips = outputs.len().div_ceil(STRIP);
+                let mut sums = Sums::default();
                 dispatch!(
                     level,
-                    scalar::multiply(x, num_rows, block, &scratch.panel, strips, &mut sums),
-                    avx2::multiply(x, num_rows, block, &scratch.panel, strips, &mut sums)
+                    scalar::multiply(x, tile.len(), block, &scratch.panel, strips, &mut sums),
+                    avx2::multiply(x, tile.len(), block, &scratch.panel, strips, &mut sums)
                 );
-                for (r, sums) in sums[..num_rows].iter().enumerate() {
-                    // SAFETY: part of the caller's promise; the piece ends with this iteration.
-                    let out = unsafe { job.out_piece(t + r, outputs.clone()) };
-                    if first_col == 0 {
-                        out.copy_from_slice(&sums[..out.len()]);
-                    } else {
-                        out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
-                    }
-                }
+                // SAFETY: part of the caller's promise.
+                unsafe { place.add_sums(tile, outputs.clone(), &sums) };
             }
         }
+    }
+}
+
+/// One block of columns of a job.
+struct Place<'a> {
+    job: &'a Job<'a>,
+    first_col: usize,
+    block: usize,
+}
+
+impl Place<'_> {
+    /// These columns of some rows of `x`, where they lie.
+    fn strided(&self, rows: Range<usize>) -> XBlock<'_> {
+        let stride = self.job.x_stride;
+        let start = rows.start * stride + self.first_col;
+        let end = start + (rows.len() - 1) * stride + self.block;
+        XBlock { numbers: &self.job.x[start..end], stride: Some(stride) }
+    }
+
+    /// Adds the sums of this block to the outputs; those of the first block are written.
+    ///
+    /// # Safety
+    ///
+    /// Nothing else may touch these outputs meanwhile.
+    unsafe fn add_sums(&self, rows: Range<usize>, outputs: Range<usize>, sums: &Sums) {
+        for (t, sums) in rows.zip(&sums.0) {
+            // SAFETY: the caller's promise; the piece ends with this iteration.
+            let out = unsafe { self.job.out_piece(t, outputs.clone()) };
+            if self.first_col == 0 {
+                out.copy_from_slice(&sums[..out.len()]);
+            } else {
+                out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+            }
+        }
+    }
+}
+
+/// Sums of a block of columns: rows of `x` by outputs.
+struct Sums([[f32; STRIPS * STRIP]; TILE_ROWS]);
+
+impl Default for Sums {
+    fn default() -> Self {
+        Self([[0.0; STRIPS * STRIP]; TILE_ROWS])
     }
 }
 

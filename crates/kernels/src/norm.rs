@@ -3,7 +3,7 @@
 use crate::Ctx;
 use crate::level::compiled_per_level;
 use crate::math::{lane_sum, mul_add};
-use crate::parallel::{for_each_row, for_each_row_with};
+use crate::parallel::for_each_row;
 
 /// `out[t] = x[t] / √(mean(x[t]²) + eps) · weight`.
 ///
@@ -19,7 +19,7 @@ use crate::parallel::{for_each_row, for_each_row_with};
 pub fn rms_norm(ctx: Ctx, x: &[f32], dim: usize, weight: Option<&[f32]>, eps: f32, out: &mut [f32]) {
     assert_eq!(x.len(), out.len(), "out must be [T, dim]");
     check(dim, weight);
-    for_each_row(ctx, out, dim, |t, out| {
+    for_each_row(ctx.light(x.len()), out, dim, |t, out| {
         out.copy_from_slice(&x[t * dim..(t + 1) * dim]);
         norm_row(ctx.level, out, weight, eps);
     });
@@ -32,7 +32,7 @@ pub fn rms_norm(ctx: Ctx, x: &[f32], dim: usize, weight: Option<&[f32]>, eps: f3
 /// If the lengths disagree with the shapes above.
 pub fn rms_norm_in_place(ctx: Ctx, x: &mut [f32], dim: usize, weight: Option<&[f32]>, eps: f32) {
     check(dim, weight);
-    for_each_row_with(ctx, x, dim, || (), |(), _, x| norm_row(ctx.level, x, weight, eps));
+    for_each_row(ctx.light(x.len()), x, dim, |_, x| norm_row(ctx.level, x, weight, eps));
 }
 
 fn check(dim: usize, weight: Option<&[f32]>) {

@@ -53,6 +53,14 @@ impl Ctx<'static> {
     }
 }
 
+impl Ctx<'_> {
+    /// The same, on the caller's thread only if there are too few numbers to be worth waking other threads: about ten
+    /// microseconds of element-wise work.
+    pub(crate) fn light(self, numbers: usize) -> Self {
+        if numbers < 1 << 15 { Self { par: &Serial, ..self } } else { self }
+    }
+}
+
 /// Runs `body(0..tasks)`, each index exactly once, whatever `ctx.par` does: soundness of the disjoint outputs must not
 /// hang on somebody else's trait implementation, so indices are claimed here.
 pub(crate) fn run_tasks(ctx: Ctx, tasks: usize, body: impl Fn(usize) + Sync) {

@@ -73,6 +73,55 @@ pub fn grouped_matmul(x: &[f32], groups: usize, w: &StoredTensor, out: &mut [f32
     }
 }
 
+/// `x / s` rounded to the nearest entry of an ascending table (ties: the even index), times `s`.
+fn round_to(table: &[f32], x: f32, scale: f64) -> f32 {
+    let a = (f64::from(x) / scale).abs();
+    let distance = |i: usize| (f64::from(table[i]) - a).abs();
+    let mut best = 0;
+    for i in 1..table.len() {
+        if distance(i) < distance(best) || (distance(i) == distance(best) && i.is_multiple_of(2)) {
+            best = i;
+        }
+    }
+    ((f64::from(table[best]) * scale) as f32).copysign(x)
+}
+
+/// Smallest power of two that is not below `v`.
+fn power_of_two(v: f32) -> f64 {
+    (-400..400).map(|e| 2f64.powi(e)).find(|&p| p >= f64::from(v)).expect("a finite number")
+}
+
+fn amax(x: &[f32]) -> f32 {
+    x.iter().fold(0.0, |max, x| x.abs().max(max))
+}
+
+/// Dynamic rounding to e4m3.
+pub fn fake_fp8(x: &mut [f32], group: usize) {
+    for group in x.chunks_mut(group) {
+        let scale = power_of_two(amax(group).max(1e-4) * (1.0f32 / 448.0));
+        group.iter_mut().for_each(|x| *x = round_to(&E4M3[..127], *x, scale));
+    }
+}
+
+/// Dynamic rounding to e2m1.
+pub fn fake_fp4(x: &mut [f32], group: usize) {
+    for group in x.chunks_mut(group) {
+        let scale = power_of_two(amax(group).max(6.0 * f32::MIN_POSITIVE) * (1.0f32 / 6.0));
+        group.iter_mut().for_each(|x| *x = round_to(&E2M1[..8], *x, scale));
+    }
+}
+
+/// Orthonormal Walsh-Hadamard transform: entry `(i, j)` of the matrix is `±1/√n`, negative if `i & j` has an odd number
+/// of ones.
+pub fn hadamard(x: &mut [f32]) {
+    let old = x.to_vec();
+    for (i, x) in x.iter_mut().enumerate() {
+        let sign = |j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
+        let sum: f64 = old.iter().enumerate().map(|(j, &x)| sign(j) * f64::from(x)).sum();
+        *x = (sum / (old.len() as f64).sqrt()) as f32;
+    }
+}
+
 /// Token embeddings, copied to each stream.
 pub fn embed(table: &StoredTensor, tokens: &[i32], streams: usize, out: &mut [f32]) {
     let d = table.cols();

@@ -33,7 +33,7 @@ pub fn rope(ctx: Ctx, x: &mut [f32], heads: usize, positions: &[i64], freqs: &[f
     if width == 0 {
         return;
     }
-    for_each_row_with(ctx, x, width, Vec::new, |turns, t, x| {
+    for_each_row_with(ctx.light(x.len()), x, width, Vec::new, |turns, t, x| {
         fill_turns(turns, positions[t], freqs, inverse);
         x.chunks_exact_mut(head).for_each(|head| rotate(head, turns));
     });

@@ -77,6 +77,8 @@ pub fn route_with_scores(
     if p.table.is_some() {
         assert_eq!(tokens.len(), rows, "tokens must be [T]");
     }
+    // A score costs as much as a dozen plain numbers.
+    let ctx = ctx.light(12 * logits.len());
     for_each_row(ctx, scores, e, |t, scores| score(p.scoring, &logits[t * e..(t + 1) * e], scores));
     for_each_row2(ctx, ids, k, weights, k, |t, ids, weights| {
         let scores = &scores[t * e..(t + 1) * e];

@@ -21,7 +21,7 @@ pub fn swiglu(ctx: Ctx, gate: &[f32], up: &[f32], limit: Option<f32>, out: &mut 
     assert!(gate.len() == out.len() && up.len() == out.len(), "gate, up and out must have the same length");
     let whole = out.len() - out.len() % PIECE;
     let (body, tail) = out.split_at_mut(whole);
-    for_each_row(ctx, body, PIECE, |i, out| {
+    for_each_row(ctx.light(body.len()), body, PIECE, |i, out| {
         let range = i * PIECE..(i + 1) * PIECE;
         out.copy_from_slice(&gate[range.clone()]);
         swiglu_in_place(ctx.level, out, &up[range], limit, 1.0);

@@ -1,1 +1,16 @@
+//! Text to token ids and back: the tokenizer, DeepSeek-V4's prompt encoding, the incremental detokenizer, stop strings.
+//!
+//! Knows nothing of requests, HTTP or the engine. Start with [`Tokenizer`], then [`encode_chat`] on the way in and
+//! [`Detokenizer`] and [`StopMatcher`] on the way out.
 
+mod chat;
+mod detokenizer;
+mod error;
+mod stop;
+mod tokenizer;
+
+pub use chat::{ChatOptions, Message, OldReasoning, ThinkingMode, encode_chat, encode_completion};
+pub use detokenizer::Detokenizer;
+pub use error::PromptError;
+pub use stop::{Checked, StopMatcher};
+pub use tokenizer::{MarkerText, Tokenizer};

@@ -1,1 +1,92 @@
+//! OpenAI-compatible HTTP over a [`Generator`].
+//!
+//! A request walks through the modules in this order: `connections` (sockets, time limits, shutdown), `routes` (which
+//! path, body size), `request` and `parameters` (what is asked, checked), `generation` (engine events to text), `answer`
+//! (JSON and server-sent events). Only this crate turns errors into HTTP: `error`. Nothing here logs what a client wrote
+//! or what the model said.
 
+mod answer;
+mod connections;
+mod error;
+mod generation;
+pub mod parameters;
+mod request;
+mod routes;
+
+use std::{sync::Arc, time::Duration};
+
+use troika_engine::api::Generator;
+use troika_prompt::Tokenizer;
+
+pub use connections::serve;
+
+/// What is served.
+#[derive(Clone)]
+pub struct ServerState {
+    pub generator: Arc<dyn Generator>,
+    pub tokenizer: Arc<Tokenizer>,
+    /// Name that clients ask for and see.
+    pub model_id: String,
+    /// When the model was made or loaded, in seconds since 1970; clients see it in the model list.
+    pub created_unix_s: u64,
+    pub defaults: SamplingDefaults,
+    /// Most tokens of a prompt and its answer together.
+    pub max_context_tokens: usize,
+    /// Tokens that end an answer.
+    pub stop_tokens: Vec<u32>,
+    /// Why less is served than was asked for; `/health` says it.
+    pub degraded: Option<String>,
+    pub limits: Limits,
+}
+
+/// How tokens are drawn unless the client says otherwise.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SamplingDefaults {
+    pub temperature: f32,
+    pub top_p: f32,
+}
+
+/// Bounds on what a client can make the server hold and wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Longest request body.
+    pub max_body_bytes: usize,
+    /// Open connections; more wait to be accepted.
+    pub max_connections: usize,
+    /// Time for a request's headers to arrive, and for a connection to stay idle.
+    pub header_timeout: Duration,
+    /// Time for a request's body to arrive.
+    pub body_timeout: Duration,
+    /// Tokens that may wait for a client to read them. After that its generation pauses.
+    pub max_waiting_tokens: usize,
+    /// How long a client may leave its answer unread before its generation ends.
+    pub unread_timeout: Duration,
+    /// Silence in a stream after which a comment shows that it is alive.
+    pub keep_alive: Duration,
+    /// Time for running answers to finish once the server is told to stop.
+    pub grace: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            max_body_bytes: 16 << 20,
+            max_connections: 1024,
+            header_timeout: Duration::from_secs(60),
+            body_timeout: Duration::from_secs(120),
+            max_waiting_tokens: 256,
+            unread_timeout: Duration::from_secs(60),
+            keep_alive: Duration::from_secs(10),
+            grace: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Why the server ended before it was told to.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ServerError {
+    /// The listening socket is broken.
+    #[error("cannot accept connections: {source}")]
+    Accept { source: std::io::Error },
+}

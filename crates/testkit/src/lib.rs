@@ -7,6 +7,9 @@ pub mod compare;
 pub mod damage;
 pub mod golden;
 mod safetensors;
+#[cfg(feature = "engine")]
+pub mod scripted;
+pub mod tokenizer;
 
 use std::path::{Path, PathBuf};
 

@@ -10,8 +10,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use rayon::prelude::*;
 use rayon::ThreadPoolBuilder;
+use rayon::prelude::*;
 use troika_graph::{NodeId, WeightSource};
 pub use troika_kernels::CpuLevel;
 use troika_kernels::{Ctx, Parallel};

@@ -2,7 +2,9 @@
 
 use std::sync::MutexGuard;
 
-use troika_graph::op::{Attention, AttentionPattern, Compressor, HcWeights, HyperConnection, Indexer, RowRounding, Scoring};
+use troika_graph::op::{
+    Attention, AttentionPattern, Compressor, HcWeights, HyperConnection, Indexer, RowRounding, Scoring,
+};
 use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, ValueId, WeightRef};
 use troika_kernels as kernels;
 use troika_kernels::{Ctx, ExpertWeights, HcParams, RouteParams, RowList};
@@ -148,14 +150,7 @@ impl Call<'_> {
         self.map(|[x], out| kernels::grouped_matmul(self.ctx, x, groups, weight, out));
     }
 
-    fn rope(
-        &self,
-        heads: usize,
-        freqs: &[f64],
-        inverse: bool,
-        head_norm_eps: Option<f32>,
-        rounding: RowRounding,
-    ) {
+    fn rope(&self, heads: usize, freqs: &[f64], inverse: bool, head_norm_eps: Option<f32>, rounding: RowRounding) {
         let dim = self.cols(self.output(0)) / heads;
         let positions = self.run.positions();
         self.update(|x| {
@@ -279,7 +274,9 @@ impl Call<'_> {
         let sink = self.weights.vector(&attention.sink);
         let width = attention.heads * attention.head_dim;
         let second = self.node.inputs.get(1).copied();
-        let ids = second.filter(|_| attention.pattern == AttentionPattern::Causal).map(|v| (self.run.read_i32(v), self.cols(v)));
+        let ids = second
+            .filter(|_| attention.pattern == AttentionPattern::Causal)
+            .map(|v| (self.run.read_i32(v), self.cols(v)));
         let block = second.filter(|_| attention.pattern == AttentionPattern::Block).map(|v| self.run.read_f32(v));
         let mut out = self.run.write_f32(self.output(0));
         self.each_segment(|segment, layer| {
@@ -348,11 +345,8 @@ impl Call<'_> {
     }
 
     fn shared_expert(&self, [w1, w2, w3]: [&WeightRef; 3], limit: Option<f32>) {
-        let weights = ExpertWeights {
-            w1: self.weights.matrix(w1),
-            w2: self.weights.matrix(w2),
-            w3: self.weights.matrix(w3),
-        };
+        let weights =
+            ExpertWeights { w1: self.weights.matrix(w1), w2: self.weights.matrix(w2), w3: self.weights.matrix(w3) };
         self.map(|[x], out| kernels::shared_expert(self.ctx, x, &weights, limit, out));
     }
 

@@ -169,7 +169,8 @@ fn rolled_back_rows_leave_no_trace() {
             // The right tokens up to `accepted`, then wrong ones.
             let mut guess = tokens[start..start + accepted].to_vec();
             guess.extend(tokens[start + accepted..start + 6].iter().map(|token| (token + 1) % 383));
-            let chunk = Chunk { sequence, tokens: &guess, logits: WantLogits::Last(6), acceptance: Acceptance::Partial };
+            let chunk =
+                Chunk { sequence, tokens: &guess, logits: WantLogits::Last(6), acceptance: Acceptance::Partial };
             runner.forward(&[chunk]).expect("the step runs");
             runner.commit(sequence, accepted).expect("live");
             feed(&mut runner, sequence, &tokens[start + accepted..start + 6 + 1], 0);

@@ -158,9 +158,7 @@ fn assert_snapshots_close(got: &Snapshot, want: &Snapshot) {
     for (scope, want) in &want.layers {
         let got = &got.layers[scope];
         assert_close(&format!("{scope:?} window"), &got.window, &want.window, DEBUG);
-        for (name, got, want) in
-            [("pool", &got.compressed, &want.compressed), ("index", &got.index, &want.index)]
-        {
+        for (name, got, want) in [("pool", &got.compressed, &want.compressed), ("index", &got.index, &want.index)] {
             assert_eq!(got.is_some(), want.is_some(), "{scope:?} {name}");
             let (Some(got), Some(want)) = (got, want) else { continue };
             for (part, got, want) in [
@@ -249,7 +247,8 @@ fn golden_qat_logits_and_selection() {
             let forward = feed(&mut runner, sequence, &tokens, kept);
             let got = forward.logits(0);
             assert_close(&format!("{name} qat.n{n}"), &got, &want, JUMP);
-            let agree = |(got, want): &(&[f32], &[f32])| got.iter().zip(*want).all(|(a, b)| f64::from((a - b).abs()) < LOGITS);
+            let agree =
+                |(got, want): &(&[f32], &[f32])| got.iter().zip(*want).all(|(a, b)| f64::from((a - b).abs()) < LOGITS);
             let rows = got.chunks_exact(vocab).zip(want.chunks_exact(vocab)).filter(agree).count();
             // One flip at token 101 reaches the rows after it.
             assert!(rows >= if n == 129 { 98 } else { kept }, "{name} qat.n{n}: only {rows} of {kept} rows agree");

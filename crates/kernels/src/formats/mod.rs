@@ -26,15 +26,19 @@ use crate::level::dispatch;
 #[derive(Clone, Copy)]
 pub(crate) enum Matrix<'a> {
     /// As a checkpoint stores it.
-    Stored(&'a StoredTensor),
+    Stored(View<'a>),
     /// `[rows, cols]` in memory.
     F32 { data: &'a [f32], cols: usize },
 }
 
-impl Matrix<'_> {
+impl<'a> Matrix<'a> {
+    pub(crate) fn stored(w: &'a StoredTensor) -> Self {
+        Self::Stored(View::new(w))
+    }
+
     pub(crate) fn rows(&self) -> usize {
         match self {
-            Self::Stored(w) => w.rows(),
+            Self::Stored(w) => w.rows,
             Self::F32 { cols: 0, .. } => 0,
             Self::F32 { data, cols } => data.len() / cols,
         }
@@ -42,7 +46,7 @@ impl Matrix<'_> {
 
     pub(crate) fn cols(&self) -> usize {
         match self {
-            Self::Stored(w) => w.cols(),
+            Self::Stored(w) => w.cols,
             Self::F32 { cols, .. } => *cols,
         }
     }
@@ -53,6 +57,30 @@ impl Matrix<'_> {
         match self {
             Self::Stored(w) => decode(level, w, row, first_col, out),
             Self::F32 { data, cols } => out.copy_from_slice(&data[row * cols + first_col..][..out.len()]),
+        }
+    }
+}
+
+/// The parts of a stored tensor, looked up once: each look-up asks the owner of the bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct View<'a> {
+    format: Format,
+    rows: usize,
+    cols: usize,
+    data: &'a [u8],
+    scales: &'a [u8],
+    biases: &'a [u8],
+}
+
+impl<'a> View<'a> {
+    pub(crate) fn new(w: &'a StoredTensor) -> Self {
+        Self {
+            format: w.format(),
+            rows: w.rows(),
+            cols: w.cols(),
+            data: w.data(),
+            scales: w.scales(),
+            biases: w.biases(),
         }
     }
 }
@@ -108,34 +136,36 @@ impl Scales<'_> {
 
 impl<'a> RowCodes<'a> {
     /// Columns `cols` of row `row` of `w`. `cols.start` is a multiple of 128.
-    fn new(w: &'a StoredTensor, row: usize, cols: Range<usize>) -> Self {
-        assert!(row < w.rows() && cols.start <= cols.end && cols.end <= w.cols(), "columns outside of the matrix");
+    fn new(w: &View<'a>, row: usize, cols: Range<usize>) -> Self {
+        assert!(row < w.rows && cols.start <= cols.end && cols.end <= w.cols, "columns outside of the matrix");
         assert!(cols.start.is_multiple_of(FP8_TILE), "decoding must start at a group edge");
-        let (data, width) = (w.data(), w.cols());
+        let (data, width) = (w.data, w.cols);
         let plain = |bytes: usize| &data[(row * width + cols.start) * bytes..(row * width + cols.end) * bytes];
         // Scales of a row that has one per `group` columns.
         let grouped = |bytes: &'a [u8], format: ScaleFormat, group: usize| {
-            let per_row = width / group;
-            let range = row * per_row + cols.start / group..row * per_row + cols.end.div_ceil(group);
+            // Groups are powers of two; shifts, since this runs for every row of every block.
+            let shift = group.trailing_zeros();
+            let first = row * (width >> shift);
+            let range = first + (cols.start >> shift)..first + ((cols.end + group - 1) >> shift);
             Scales { bytes: &bytes[range.start * format.bytes()..range.end * format.bytes()], format }
         };
-        match w.format() {
+        match w.format {
             Format::F32 => Self::F32(plain(4)),
             Format::F16 => Self::F16(plain(2)),
             Format::Bf16 => Self::Bf16(plain(2)),
             Format::Fp8Tile { scale } => {
                 let first = row / FP8_TILE * width.div_ceil(FP8_TILE);
                 let range = first + cols.start / FP8_TILE..first + cols.end.div_ceil(FP8_TILE);
-                let bytes = &w.scales()[range.start * scale.bytes()..range.end * scale.bytes()];
+                let bytes = &w.scales[range.start * scale.bytes()..range.end * scale.bytes()];
                 Self::E4m3 { codes: plain(1), scales: Scales { bytes, format: scale }, group: FP8_TILE }
             }
             Format::Mxfp8 => {
-                let scales = grouped(w.scales(), ScaleFormat::E8m0, MX_GROUP);
+                let scales = grouped(w.scales, ScaleFormat::E8m0, MX_GROUP);
                 Self::E4m3 { codes: plain(1), scales, group: MX_GROUP }
             }
             Format::Mxfp4 => {
                 let codes = &data[(row * width + cols.start) / 2..(row * width + cols.end).div_ceil(2)];
-                Self::E2m1 { codes, scales: grouped(w.scales(), ScaleFormat::E8m0, MX_GROUP) }
+                Self::E2m1 { codes, scales: grouped(w.scales, ScaleFormat::E8m0, MX_GROUP) }
             }
             Format::Affine { bits, group, scale } => {
                 let group = usize::from(group);
@@ -146,8 +176,8 @@ impl<'a> RowCodes<'a> {
                     codes: &data[start..end],
                     bits,
                     group,
-                    scales: grouped(w.scales(), scale, group),
-                    biases: grouped(w.biases(), scale, group),
+                    scales: grouped(w.scales, scale, group),
+                    biases: grouped(w.biases, scale, group),
                 }
             }
             format @ (Format::I32 | Format::I64) => panic!("{format} is a table of integers, not of numbers"),
@@ -156,7 +186,7 @@ impl<'a> RowCodes<'a> {
 }
 
 /// Columns `first_col..first_col + out.len()` of row `row` of `w`.
-pub(crate) fn decode(level: CpuLevel, w: &StoredTensor, row: usize, first_col: usize, out: &mut [f32]) {
+pub(crate) fn decode(level: CpuLevel, w: &View, row: usize, first_col: usize, out: &mut [f32]) {
     let codes = RowCodes::new(w, row, first_col..first_col + out.len());
     dispatch!(level, scalar::decode(codes, out), avx2::decode(codes, out));
 }
@@ -168,7 +198,7 @@ pub(crate) fn decode(level: CpuLevel, w: &StoredTensor, row: usize, first_col: u
 /// If there is no such row, `out` has another length, or `w` is a table of integers.
 pub fn row_to_f32(w: &StoredTensor, row: usize, out: &mut [f32]) {
     assert_eq!(out.len(), w.cols(), "out must be [w.cols()]");
-    decode(CpuLevel::best(), w, row, 0, out);
+    decode(CpuLevel::best(), &View::new(w), row, 0, out);
 }
 
 /// The whole tensor as `f32` `[w.rows(), w.cols()]`, row-major.

@@ -3,11 +3,9 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{BLOCK, STRIP, STRIPS, TILE_ROWS, XBlock};
+use super::{BLOCK, STRIP, Sums, XBlock};
 use crate::CpuLevel;
 use crate::formats::Matrix;
-
-type Sums = [[f32; STRIPS * STRIP]; TILE_ROWS];
 
 /// Decodes rows `w_rows` (at most 16) of `w` from `first_col` on into `panel` `[columns][16]`; missing rows are zero.
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -29,36 +27,125 @@ pub(super) fn fill_panel(w: Matrix, w_rows: Range<usize>, first_col: usize, deco
 /// Writes `decoded` `[8][BLOCK]` to columns `8·half..8·half + 8` of `panel` `[cols][16]`.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn transpose(decoded: &[f32], cols: usize, half: usize, panel: &mut [f32]) {
-    assert!(decoded.len() == 8 * BLOCK && panel.len() == cols * STRIP && cols <= BLOCK && half < 2);
-    let mut k = 0;
-    while k + 8 <= cols {
-        // Rows j and j + 4 share a register from the start, so that only 4-lane shuffles remain.
-        let load = |j: usize, k: usize| {
-            // SAFETY: j + 4 < 8 and k + 4 <= BLOCK, so both quads lie inside `decoded`.
-            unsafe {
-                _mm256_loadu2_m128(decoded.as_ptr().add((j + 4) * BLOCK + k), decoded.as_ptr().add(j * BLOCK + k))
-            }
-        };
-        for quad in [k, k + 4] {
-            let [a, b, c, d] = [load(0, quad), load(1, quad), load(2, quad), load(3, quad)];
-            let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-            let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-            let columns = [
-                _mm256_shuffle_ps::<0x44>(ab_low, cd_low),
-                _mm256_shuffle_ps::<0xee>(ab_low, cd_low),
-                _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
-                _mm256_shuffle_ps::<0xee>(ab_high, cd_high),
-            ];
-            for (i, column) in columns.into_iter().enumerate() {
-                // SAFETY: column quad + i < cols, half < 2, so the 8 lanes lie inside `panel`.
-                unsafe { _mm256_storeu_ps(panel.as_mut_ptr().add((quad + i) * STRIP + half * 8), column) };
+    assert!(panel.len() == cols * STRIP && cols <= BLOCK && half < 2);
+    let (rows, _) = decoded.as_chunks::<BLOCK>();
+    let rows: &[[f32; BLOCK]; 8] = rows.try_into().expect("8 rows");
+    let whole = cols - cols % 8;
+    for k in (0..whole).step_by(8) {
+        for (i, column) in eight_columns(rows, k).into_iter().enumerate() {
+            // SAFETY: column k + i < cols and half < 2, so the 8 lanes lie inside `panel` (asserted above).
+            unsafe { _mm256_storeu_ps(panel.as_mut_ptr().add((k + i) * STRIP + half * 8), column) };
+        }
+    }
+    for k in whole..cols {
+        for (j, row) in rows.iter().enumerate() {
+            panel[k * STRIP + half * 8 + j] = row[k];
+        }
+    }
+}
+
+/// Columns `k..k + 8` of 8 rows.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn eight_columns(rows: &[[f32; BLOCK]; 8], k: usize) -> [__m256; 8] {
+    assert!(k + 8 <= BLOCK);
+    // Rows j and j + 4 share a register from the start, so that only shuffles inside of 4 lanes remain.
+    let load = |j: usize, k: usize| {
+        let (low, high) = (&rows[j], &rows[j + 4]);
+        // SAFETY: k + 4 <= BLOCK (asserted above), so both quads lie inside their rows.
+        unsafe { _mm256_loadu2_m128(high.as_ptr().add(k), low.as_ptr().add(k)) }
+    };
+    let quad = |k: usize| {
+        let [a, b, c, d] = [load(0, k), load(1, k), load(2, k), load(3, k)];
+        let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+        [
+            _mm256_shuffle_ps::<0x44>(ab_low, cd_low),
+            _mm256_shuffle_ps::<0xee>(ab_low, cd_low),
+            _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
+            _mm256_shuffle_ps::<0xee>(ab_high, cd_high),
+        ]
+    };
+    let ([a, b, c, d], [e, f, g, h]) = (quad(k), quad(k + 4));
+    [a, b, c, d, e, f, g, h]
+}
+
+/// The sums of one block of columns for one or two rows of `x` and up to 32 rows `w_rows` of `w`: the same chains as
+/// [`multiply`], without a panel. `decoded` has room for `[32][BLOCK]`.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[expect(clippy::too_many_arguments, reason = "decoding and multiplying in one step")]
+pub(super) fn multiply_few(
+    x: XBlock,
+    rows: usize,
+    cols: usize,
+    w: Matrix,
+    w_rows: Range<usize>,
+    first_col: usize,
+    decoded: &mut [f32],
+    sums: &mut Sums,
+) {
+    let octets = w_rows.len().div_ceil(8);
+    let (decoded, _) = decoded.as_chunks_mut::<BLOCK>();
+    for (j, row) in decoded[..8 * octets].iter_mut().enumerate() {
+        if j < w_rows.len() {
+            w.decode(CpuLevel::Avx2, w_rows.start + j, first_col, &mut row[..cols]);
+        } else {
+            row[..cols].fill(0.0);
+        }
+    }
+    let stride = x.stride.expect("few rows are not packed");
+    let (octets, _) = decoded[..8 * octets].as_chunks::<8>();
+    match (rows, octets) {
+        (1, [a, b, c, d]) => few_chains::<1, 4>(x.numbers, stride, cols, [a, b, c, d], 0, sums),
+        (2, [a, b, c, d]) => few_chains::<2, 4>(x.numbers, stride, cols, [a, b, c, d], 0, sums),
+        (1, octets) => {
+            for (i, octet) in octets.iter().enumerate() {
+                few_chains::<1, 1>(x.numbers, stride, cols, [octet], 8 * i, sums);
             }
         }
-        k += 8;
+        (2, octets) => {
+            for (i, octet) in octets.iter().enumerate() {
+                few_chains::<2, 1>(x.numbers, stride, cols, [octet], 8 * i, sums);
+            }
+        }
+        _ => unreachable!("one or two rows"),
     }
-    for k in k..cols {
-        for j in 0..8 {
-            panel[k * STRIP + half * 8 + j] = decoded[j * BLOCK + k];
+}
+
+/// Chains of `OCTETS` times 8 outputs, from output `first` of `sums` on.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn few_chains<const ROWS: usize, const OCTETS: usize>(
+    x: &[f32],
+    stride: usize,
+    cols: usize,
+    octets: [&[[f32; BLOCK]; 8]; OCTETS],
+    first: usize,
+    sums: &mut Sums,
+) {
+    let x: [&[f32]; ROWS] = std::array::from_fn(|r| &x[r * stride..][..cols]);
+    let mut acc = [[_mm256_setzero_ps(); OCTETS]; ROWS];
+    let whole = cols - cols % 8;
+    for k in (0..whole).step_by(8) {
+        let x: [&[f32; 8]; ROWS] = std::array::from_fn(|r| x[r][k..].first_chunk().expect("k + 8 <= cols"));
+        for (o, octet) in octets.iter().enumerate() {
+            for (i, column) in eight_columns(octet, k).into_iter().enumerate() {
+                for (acc, x) in acc.iter_mut().zip(x) {
+                    acc[o] = _mm256_fmadd_ps(_mm256_broadcast_ss(&x[i]), column, acc[o]);
+                }
+            }
+        }
+    }
+    for (r, acc) in acc.iter().enumerate() {
+        for (o, &acc) in acc.iter().enumerate() {
+            let out: &mut [f32; 8] = sums.0[r][first + 8 * o..].first_chunk_mut().expect("32 outputs");
+            // SAFETY: `out` is 8 numbers and `storeu` has no alignment requirement.
+            unsafe { _mm256_storeu_ps(out.as_mut_ptr(), acc) };
+            for k in whole..cols {
+                for (out, row) in out.iter_mut().zip(octets[o]) {
+                    *out = x[r][k].mul_add(row[k], *out);
+                }
+            }
         }
     }
 }
@@ -99,7 +186,7 @@ fn tile<const ROWS: usize, const WIDE: usize>(x: XBlock, cols: usize, panels: &[
         None => chains::<ROWS, WIDE, true>(x.numbers, 0, cols, panels),
         Some(stride) => chains::<ROWS, WIDE, false>(x.numbers, stride, cols, panels),
     };
-    for (sums, acc) in sums.iter_mut().zip(&acc) {
+    for (sums, acc) in sums.0.iter_mut().zip(&acc) {
         for (s, acc) in acc.iter().enumerate() {
             for (half, &acc) in acc.iter().enumerate() {
                 let lanes = &mut sums[(strip + s) * STRIP + 8 * half..][..8];

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{BLOCK, STRIP, STRIPS, TILE_ROWS, XBlock};
+use super::{BLOCK, STRIP, Sums, XBlock};
 use crate::CpuLevel;
 use crate::formats::Matrix;
 
@@ -23,15 +23,8 @@ pub(super) fn fill_panel(w: Matrix, w_rows: Range<usize>, first_col: usize, deco
 }
 
 /// `sums[r][n] = Σ x[r] · panel[n]` over one block of columns, for `rows` rows and `strips` panels.
-pub(super) fn multiply(
-    x: XBlock,
-    rows: usize,
-    cols: usize,
-    panels: &[f32],
-    strips: usize,
-    sums: &mut [[f32; STRIPS * STRIP]; TILE_ROWS],
-) {
-    for (r, sums) in sums[..rows].iter_mut().enumerate() {
+pub(super) fn multiply(x: XBlock, rows: usize, cols: usize, panels: &[f32], strips: usize, sums: &mut Sums) {
+    for (r, sums) in sums.0[..rows].iter_mut().enumerate() {
         let (sums, _) = sums.as_chunks_mut::<STRIP>();
         for (sum, panel) in sums[..strips].iter_mut().zip(panels.chunks_exact(BLOCK * STRIP)) {
             *sum = [0.0; STRIP];

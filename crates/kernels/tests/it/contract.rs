@@ -99,7 +99,12 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
-    fn rows_of_everything_else(t in 1usize..30, dim in 1usize..150, seed: u64) {
+    fn rows_of_everything_else(
+        t in 1usize..40,
+        // Small rows stay on one thread.
+        dim in prop_oneof![3 => 1usize..150, 2 => 2000usize..2100],
+        seed: u64,
+    ) {
         let mut noise = Noise::new(seed);
         let (x, y, weight) = (noise.numbers(t * dim), noise.numbers(t * dim), noise.numbers(dim));
         check(&mut noise, t, |ctx, rows| {
@@ -191,4 +196,38 @@ proptest! {
             out
         })?;
     }
+}
+
+/// Enough rows that blocks of rows and batches of experts are cut: 1100 rows alone, in pieces and at once.
+#[test]
+fn many_rows() {
+    let mut noise = Noise::new(5);
+    let (t, dim, inner, top_k) = (1100, 64, 32, 2);
+    let w = tensor(&mut noise, troika_base::Format::Mxfp8, 40, 288);
+    let x = noise.numbers(t * w.cols());
+    check(&mut noise, t, |ctx, rows| {
+        let mut out = vec![f32::NAN; rows.len() * w.rows()];
+        matmul(ctx, &x[span(&rows, w.cols())], &w, &mut out);
+        out
+    })
+    .expect("products");
+
+    let weights: Vec<[StoredTensor; 3]> = (0..5)
+        .map(|_| {
+            [(inner, dim), (dim, inner), (inner, dim)]
+                .map(|(n, k)| tensor(&mut noise, troika_base::Format::Mxfp4, n, k))
+        })
+        .collect();
+    let experts: Vec<ExpertWeights> = weights.iter().map(|[w1, w2, w3]| ExpertWeights { w1, w2, w3 }).collect();
+    let x = noise.numbers(t * dim);
+    // Most tokens go to expert 1, which then has a batch of its own.
+    let ids: Vec<i32> = (0..t * top_k).map(|_| [1, 1, 1, 0, 2, 3, 4, 9][noise.below(8)]).collect();
+    let shares = noise.numbers(t * top_k);
+    check(&mut noise, t, |ctx, rows| {
+        let mut acc = vec![0.5; rows.len() * dim];
+        let (ids, shares) = (&ids[span(&rows, top_k)], &shares[span(&rows, top_k)]);
+        routed_experts(ctx, &x[span(&rows, dim)], ids, shares, top_k, 0, &experts, Some(2.5), &mut acc);
+        acc
+    })
+    .expect("experts");
 }

@@ -36,6 +36,20 @@ impl Hc {
         }
     }
 
+    /// `1e-6 · (1 + max(Σ|rms(x)·fn|·|scale| + |base|))`: how far coefficients may be off, for tokens `x`.
+    fn bound(&self, x: &[f32], width: usize) -> f64 {
+        let scale = self.scale.iter().fold(0.0f32, |max, s| max.max(s.abs()));
+        let mut size = 0.0f64;
+        for x in x.chunks(width) {
+            let rms = (x.iter().map(|x| x * x).sum::<f32>() / width as f32).sqrt();
+            for (fn_, base) in self.fn_.chunks(width).zip(&self.base) {
+                let sum: f32 = x.iter().zip(fn_).map(|(x, w)| (x * w).abs()).sum();
+                size = size.max(f64::from(sum / rms * scale + base.abs()));
+            }
+        }
+        1e-6 * (1.0 + size)
+    }
+
     fn params(&self, streams: usize, dim: usize) -> HcParams<'_> {
         let Self { fn_, base, scale } = self;
         HcParams { streams, dim, sinkhorn_iters: 20, hc_eps: 1e-6, norm_eps: 1e-6, fn_, base, scale }
@@ -73,15 +87,18 @@ proptest! {
         reference::hc_pre(&p, &x, &mut want_in, &mut want_mix);
         let mut want_pre = vec![0.0; t * s];
         reference::hc_mix(&p, &x, &mut want_pre, &mut vec![0.0; t * (s + s * s)]);
+        let bound = hc.bound(&x, s * dim);
+        // Σ_s |x[s]| of the largest channel, at most.
+        let sizes = s as f64 * x.iter().fold(1.0f64, |max, x| max.max(f64::from(x.abs())));
         for ctx in serial_contexts() {
             let (mut collapsed, mut mix) = (vec![f32::NAN; t * dim], vec![f32::NAN; t * (s + s * s)]);
             hc_pre(ctx, &p, &x, &mut collapsed, &mut mix);
-            within(&mix, &want_mix, |_| 1e-5).map_err(fail(ctx.level))?;
-            within(&collapsed, &want_in, |_| 2e-5 * s as f64).map_err(fail(ctx.level))?;
+            within(&mix, &want_mix, |_| bound).map_err(fail(ctx.level))?;
+            within(&collapsed, &want_in, |_| bound * sizes).map_err(fail(ctx.level))?;
             let (mut pre, mut mix2) = (vec![f32::NAN; t * s], vec![f32::NAN; t * (s + s * s)]);
             hc_mix(ctx, &p, &x, &mut pre, &mut mix2);
             same_bits(&mix, &mix2).map_err(fail(ctx.level))?;
-            within(&pre, &want_pre, |_| 1e-5).map_err(fail(ctx.level))?;
+            within(&pre, &want_pre, |_| bound).map_err(fail(ctx.level))?;
 
             let (mut got, mut want) = (x.clone(), x.clone());
             hc_post(ctx, s, dim, &y, &mix, &mut got);
@@ -104,10 +121,12 @@ proptest! {
         let (mut want, mut want_mean) = (vec![0.0; t * dim], vec![0.0; t * dim]);
         reference::hc_head(&p, &x, &mut want);
         reference::stream_mean(s, dim, &x, &mut want_mean);
+        let bound = hc.bound(&x, s * dim);
+        let sizes = s as f64 * x.iter().fold(1.0f64, |max, x| max.max(f64::from(x.abs())));
         for ctx in serial_contexts() {
             let (mut got, mut mean) = (vec![f32::NAN; t * dim], vec![f32::NAN; t * dim]);
             hc_head(ctx, &p, &x, &mut got);
-            within(&got, &want, |_| 2e-5 * s as f64).map_err(fail(ctx.level))?;
+            within(&got, &want, |_| bound * sizes).map_err(fail(ctx.level))?;
             stream_mean(ctx, s, dim, &x, &mut mean);
             within(&mean, &want_mean, |_| s as f64 * EPS * 4.0).map_err(fail(ctx.level))?;
         }
@@ -275,34 +294,30 @@ proptest! {
         }
     }
 
-    /// Rounding what is already rounded changes nothing, and no value moves by more than half a step.
     #[test]
-    fn rounding_is_idempotent(n in 1usize..300, group in 1usize..130, seed: u64) {
-        let x = wild(&mut Noise::new(seed), n);
-        for (round, steps) in [(fake_fp8 as fn(&mut [f32], usize), 14.0), (fake_fp4, 3.0)] {
-            let mut once = x.clone();
-            round(&mut once, group);
-            for (once, x) in once.chunks(group).zip(x.chunks(group)) {
-                let largest = x.iter().fold(1e-4f32, |max, x| max.max(x.abs()));
-                prop_assert!(once.iter().zip(x).all(|(a, b)| (a - b).abs() <= largest / steps * 1.0001));
-            }
-            let mut twice = once.clone();
-            round(&mut twice, group);
-            // A maximum rounded up to the top of its group may double the scale, which keeps e4m3 and e2m1 values exact
-            // except at their fine end.
-            let close = once.chunks(group).zip(twice.chunks(group)).all(|(a, b)| {
-                let largest = a.iter().fold(1e-4f32, |max, x| max.max(x.abs()));
-                a.iter().zip(b).all(|(a, b)| (a - b).abs() <= largest / steps)
-            });
-            prop_assert!(close);
+    fn rounding_matches_reference(n in 1usize..300, group in 1usize..130, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let mut x = wild(&mut noise, n);
+        // Some exact ties, zeros and groups of tiny numbers.
+        x.iter_mut().filter(|_| noise.below(4) == 0).for_each(|x| *x = (*x * 4.0).round() / 4.0);
+        x.iter_mut().take(group).for_each(|x| *x *= 1e-20);
+        for (round, reference) in
+            [(fake_fp8 as fn(&mut [f32], usize), reference::fake_fp8 as fn(&mut [f32], usize)), (fake_fp4, reference::fake_fp4)]
+        {
+            let (mut got, mut want) = (x.clone(), x.clone());
+            round(&mut got, group);
+            reference(&mut want, group);
+            same_bits(&got, &want).map_err(TestCaseError::fail)?;
         }
     }
 
     #[test]
-    fn hadamard_is_its_own_inverse(log in 0u32..9, seed: u64) {
+    fn hadamard_matches_reference_and_is_its_own_inverse(log in 0u32..9, seed: u64) {
         let x = Noise::new(seed).numbers(1 << log);
-        let mut y = x.clone();
+        let (mut y, mut want) = (x.clone(), x.clone());
         hadamard(&mut y);
+        reference::hadamard(&mut want);
+        within(&y, &want, |_| 1e-6 * f64::from(log) * 4.0).map_err(TestCaseError::fail)?;
         let energy = |x: &[f32]| x.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>();
         prop_assert!((energy(&x) - energy(&y)).abs() <= 1e-5 * energy(&x));
         hadamard(&mut y);

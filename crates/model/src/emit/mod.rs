@@ -2,9 +2,10 @@
 //! emitted, costed and planned anywhere.
 //!
 //! [`Emitter::trunk`] is the model of section 5 of the spec, [`Emitter::draft`] the DSpark block of section 10.2.
-//! `block.rs` has the parts that both share.
+//! `block.rs` has the parts that both share, `official.rs` the stored sizes of weights that are not at hand.
 
 mod block;
+mod official;
 
 use std::sync::Arc;
 
@@ -14,6 +15,8 @@ use troika_graph::{Element, GraphBuilder, Kind, Node, Op, Role, Scope, StepGraph
 
 use crate::config::{LayerKind, ModelConfig};
 use crate::rope::inverse_frequencies;
+
+pub use official::{official_bytes, official_format};
 
 /// Most rows of a step that counts as decode or verification; such a step has one routed-experts node per layer, since
 /// there is nothing to run in between.

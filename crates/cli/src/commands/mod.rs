@@ -1,0 +1,10 @@
+//! One file per command: its flags, and what it does with the libraries.
+
+pub(crate) mod bench;
+pub(crate) mod eval;
+pub(crate) mod explain;
+pub(crate) mod inspect;
+pub(crate) mod logits;
+pub(crate) mod run;
+pub(crate) mod serve;
+pub(crate) mod synth;

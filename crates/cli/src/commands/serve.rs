@@ -1,0 +1,134 @@
+//! `troika serve`: the HTTP server.
+
+use std::net::{IpAddr, SocketAddr};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result, ensure};
+use tokio::net::TcpListener;
+use troika_engine::api::Generator;
+use troika_engine::{Engine, EngineOptions};
+use troika_server::{Limits, SamplingDefaults, ServerState};
+
+use crate::model_source::ModelArgs;
+
+/// Serve a model over HTTP, compatible with OpenAI clients.
+///
+/// Routes: /v1/models, /v1/completions, /v1/chat/completions, /health. Ctrl-C or SIGTERM lets running answers finish for a few
+/// seconds; a second signal ends at once.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Address to listen on. Only this machine's own addresses are allowed, since there are no keys yet.
+    #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
+    host: IpAddr,
+    /// Port to listen on; 0 = any free one.
+    #[arg(long, default_value_t = 8080)]
+    port: u16,
+    /// Most tokens of a prompt and its answer; 0 = the model's limit.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    max_context: usize,
+    /// Prompt tokens computed in one step.
+    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    chunk: u32,
+    /// Requests computed at once; others wait.
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    max_running: u32,
+    /// Requests that may wait; more are refused with status 429.
+    #[arg(long, default_value_t = 256, value_name = "N")]
+    max_queued: usize,
+}
+
+/// A signal that asks the process to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Signal {
+    Interrupt,
+    Terminate,
+}
+
+impl Signal {
+    /// By convention, 128 plus the signal's number.
+    pub(crate) fn exit_code(self) -> ExitCode {
+        ExitCode::from(match self {
+            Self::Interrupt => 130,
+            Self::Terminate => 143,
+        })
+    }
+}
+
+/// Completes when the process is asked to end.
+pub(crate) async fn terminated() -> Result<Signal> {
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        let mut terminate = signal(SignalKind::terminate()).context("cannot listen for SIGTERM")?;
+        tokio::select! {
+            interrupt = tokio::signal::ctrl_c() => interrupt.map(|()| Signal::Interrupt).context("cannot listen for Ctrl-C"),
+            _ = terminate.recv() => Ok(Signal::Terminate),
+        }
+    }
+    #[cfg(not(unix))]
+    {
+        tokio::signal::ctrl_c().await.map(|()| Signal::Interrupt).context("cannot listen for Ctrl-C")
+    }
+}
+
+#[tokio::main]
+pub(crate) async fn run(args: Args) -> Result<ExitCode> {
+    ensure!(
+        args.host.is_loopback(),
+        "--host {}: this address can be reached from other machines, and there are no API keys yet; use 127.0.0.1 behind a \
+         reverse proxy that asks for one",
+        args.host
+    );
+    let model = args.model.open()?;
+    let tokenizer = model.tokenizer()?;
+    let (temperature, top_p) = model.sampling_advice()?;
+    let limit = model.config.model.max_position_embeddings;
+    let max_context_tokens = if args.max_context == 0 { limit } else { args.max_context.min(limit) };
+    let options = EngineOptions {
+        chunk_tokens: args.chunk as usize,
+        max_running: args.max_running as usize,
+        max_queued: args.max_queued,
+        max_context_tokens,
+    };
+    // The port first: whoever waits for a large model should not learn at the end that it is taken.
+    let address = SocketAddr::new(args.host, args.port);
+    let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
+    let runner = model.runner(args.model.runner_options())?;
+    let device = runner.device_description().to_owned();
+    let engine = Arc::new(Engine::start(runner, options)?);
+    let state = ServerState {
+        generator: Arc::clone(&engine) as Arc<dyn Generator>,
+        tokenizer,
+        model_id: model.name.clone(),
+        created_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
+        defaults: SamplingDefaults { temperature, top_p },
+        max_context_tokens,
+        stop_tokens: model.config.eos_token_ids.clone(),
+        degraded: None,
+        limits: Limits::default(),
+    };
+    tracing::info!(model = model.name, class = %args.model.class, device, "serving http://{}", listener.local_addr()?);
+    let (told, mut signal) = tokio::sync::watch::channel(None);
+    let watcher = tokio::spawn(async move {
+        if let Ok(first) = terminated().await {
+            tracing::info!("ending: running answers may finish; a second signal ends at once");
+            let _ = told.send(Some(first));
+            if let Ok(second) = terminated().await {
+                std::process::exit(if second == Signal::Interrupt { 130 } else { 143 });
+            }
+        }
+    });
+    let mut shutdown = signal.clone();
+    troika_server::serve(listener, state, async move {
+        let _ = shutdown.wait_for(Option::is_some).await;
+    })
+    .await?;
+    watcher.abort();
+    tokio::task::spawn_blocking(move || engine.shutdown()).await?;
+    let ended_by = *signal.borrow_and_update();
+    Ok(ended_by.map_or(ExitCode::SUCCESS, |_| ExitCode::SUCCESS))
+}

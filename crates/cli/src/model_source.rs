@@ -1,0 +1,127 @@
+//! Finding and opening a model: a folder given by the user, or the one that comes along.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use troika_base::NumericClass;
+use troika_device::map_file;
+use troika_engine::{Runner, RunnerOptions};
+use troika_model::{Checkpoint, ConfigFile, DrafterStatus, ModelFacts, ScaleCheck, WeightTable};
+use troika_prompt::Tokenizer;
+
+use crate::progress;
+
+/// Which model, and how it is computed.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct ModelArgs {
+    /// Folder of a checkpoint: config.json, safetensors files and tokenizer.json. Without it, the built-in model nano.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Arithmetic: `exact` (f32 throughout) or `official` (cache rows rounded as published).
+    #[arg(long, default_value = "exact", value_name = "CLASS")]
+    pub(crate) class: NumericClass,
+    /// Worker threads; 0 = one per core.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub(crate) threads: usize,
+}
+
+/// A checkpoint whose weights are complete and sound.
+pub(crate) struct OpenModel {
+    /// What clients call it.
+    pub(crate) name: String,
+    pub(crate) config: ConfigFile,
+    weights: WeightTable,
+    facts: ModelFacts,
+    files: Files,
+}
+
+/// Where the small files of a checkpoint are.
+enum Files {
+    Dir(PathBuf),
+}
+
+impl ModelArgs {
+    /// Opens the checkpoint and checks every weight. The tokenizer is not asked for yet.
+    pub(crate) fn open(&self) -> Result<OpenModel> {
+        let dir = match &self.model {
+            Some(dir) => dir.clone(),
+            None => newest_bundled_model()?,
+        };
+        let spinner = progress::spinner(format!("opening {}", dir.display()));
+        let checkpoint = Checkpoint::open(&dir, &map_file)?;
+        let weights = WeightTable::build(&checkpoint, ScaleCheck::All)?;
+        spinner.finish_and_clear();
+        let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_string_lossy().into_owned()));
+        let name = name.unwrap_or_else(|| "model".to_owned());
+        Ok(OpenModel::new(name, checkpoint.config().clone(), weights, Files::Dir(dir)))
+    }
+
+    /// Options for a runner.
+    pub(crate) fn runner_options(&self) -> RunnerOptions {
+        let mut options = RunnerOptions::new(self.class);
+        options.cpu.threads = self.threads;
+        options
+    }
+}
+
+impl OpenModel {
+    fn new(name: String, config: ConfigFile, weights: WeightTable, files: Files) -> Self {
+        let num_stages = match weights.drafter() {
+            DrafterStatus::Available { num_stages } => usize::from(*num_stages),
+            DrafterStatus::Unavailable { .. } => 0,
+        };
+        let facts = ModelFacts { hash_layers: weights.hash_layers().to_vec(), num_stages };
+        Self { name, config, weights, facts, files }
+    }
+
+    /// Loads the weights onto the devices.
+    pub(crate) fn runner(&self, options: RunnerOptions) -> Result<Runner> {
+        let spinner = progress::spinner(format!("loading {}", self.name));
+        let runner = Runner::new(self.config.model.clone(), self.facts.clone(), &self.weights, options)?;
+        spinner.finish_and_clear();
+        Ok(runner)
+    }
+
+    pub(crate) fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
+        let Files::Dir(dir) = &self.files;
+        Ok(Arc::new(Tokenizer::from_file(&dir.join("tokenizer.json"))?))
+    }
+
+    /// The checkpoint's advice on sampling: temperature and top_p of `generation_config.json`, 1 and 1 without it.
+    pub(crate) fn sampling_advice(&self) -> Result<(f32, f32)> {
+        let Files::Dir(dir) = &self.files;
+        let path = dir.join("generation_config.json");
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((1.0, 1.0)),
+            Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
+        };
+        sampling_advice(&path, &text)
+    }
+}
+
+fn sampling_advice(path: &Path, text: &str) -> Result<(f32, f32)> {
+    let json: serde_json::Value =
+        serde_json::from_str(text).with_context(|| format!("{} is not valid JSON", path.display()))?;
+    let number = |key: &str, most: f64| match json.get(key) {
+        None | Some(serde_json::Value::Null) => Ok(1.0),
+        Some(value) => match value.as_f64() {
+            Some(number) if (0.0..=most).contains(&number) => Ok(number as f32),
+            _ => bail!("{}: {key} must be a number from 0 to {most}, not {value}", path.display()),
+        },
+    };
+    let greedy = json.get("do_sample") == Some(&serde_json::Value::Bool(false));
+    Ok((if greedy { 0.0 } else { number("temperature", 100.0)? }, number("top_p", 1.0)?))
+}
+
+/// The newest checkpoint under `models/`.
+fn newest_bundled_model() -> Result<PathBuf> {
+    let dirs = std::fs::read_dir("models").into_iter().flatten().flatten().map(|entry| entry.path());
+    let with_time = dirs.filter_map(|dir| Some((dir.join("config.json").metadata().ok()?.modified().ok()?, dir)));
+    let Some((_, dir)) = with_time.max() else {
+        bail!("no model: give one with --model DIR, or make one with `troika synth --preset mini models/mini`");
+    };
+    Ok(dir)
+}

@@ -1,0 +1,3 @@
+//! The step as data: memory and order of random graphs.
+
+mod memory;

@@ -1,0 +1,138 @@
+//! Errors as a client sees them, in OpenAI's shape.
+
+use axum::{
+    Json,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
+use troika_engine::api::SubmitError;
+use troika_prompt::PromptError;
+
+/// Seconds after which a client refused for load should try again.
+const RETRY_AFTER_S: u32 = 2;
+/// Longest piece of a client's own words in a message.
+const MAX_QUOTE_LETTERS: usize = 64;
+
+/// Why a request fails.
+#[derive(Clone, Debug)]
+pub(crate) struct ApiError {
+    status: StatusCode,
+    kind: &'static str,
+    code: Option<&'static str>,
+    param: Option<String>,
+    message: String,
+    retry_after_s: Option<u32>,
+}
+
+/// The JSON around an error.
+#[derive(Serialize)]
+pub(crate) struct ErrorBody<'a> {
+    error: ErrorDetail<'a>,
+}
+
+#[derive(Serialize)]
+struct ErrorDetail<'a> {
+    message: &'a str,
+    r#type: &'static str,
+    param: Option<&'a str>,
+    code: Option<&'static str>,
+}
+
+impl ApiError {
+    /// The client's mistake.
+    pub(crate) fn request(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        let (kind, message) = ("invalid_request_error", message.into());
+        Self { status, kind, code: Some(code), param: None, message, retry_after_s: None }
+    }
+
+    /// A parameter with a value that it cannot have.
+    pub(crate) fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self::request(StatusCode::BAD_REQUEST, "invalid_value", message).about(param)
+    }
+
+    /// Our own mistake or end.
+    pub(crate) fn server(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        Self { kind: "server_error", ..Self::request(status, code, message) }
+    }
+
+    /// Names the parameter.
+    pub(crate) fn about(mut self, param: impl Into<String>) -> Self {
+        self.param = Some(param.into());
+        self
+    }
+
+    pub(crate) fn prompt_too_long(prompt_tokens: impl std::fmt::Display, max_context_tokens: usize) -> Self {
+        let message = format!(
+            "This model's context is {max_context_tokens} tokens, for the prompt and at least one token of the answer. \
+             The prompt has {prompt_tokens}."
+        );
+        Self::request(StatusCode::BAD_REQUEST, "context_length_exceeded", message)
+    }
+
+    pub(crate) fn shutting_down() -> Self {
+        Self::server(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", "The server is shutting down.")
+    }
+
+    /// Says it in the log if a person should look. Refusing a client is everyday business, and so is shutting down.
+    pub(crate) fn log(&self) {
+        if self.status == StatusCode::INTERNAL_SERVER_ERROR {
+            tracing::error!(code = self.code, message = %self.message, "request failed");
+        }
+    }
+
+    pub(crate) fn body(&self) -> ErrorBody<'_> {
+        let (message, param) = (self.message.as_str(), self.param.as_deref());
+        ErrorBody { error: ErrorDetail { message, r#type: self.kind, param, code: self.code } }
+    }
+}
+
+/// A client's own words, short enough to repeat.
+pub(crate) fn quote(text: &str) -> String {
+    match text.char_indices().nth(MAX_QUOTE_LETTERS) {
+        None => text.to_owned(),
+        Some((end, _)) => format!("{}…", &text[..end]),
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        self.log();
+        let mut response = (self.status, Json(self.body())).into_response();
+        if let Some(seconds) = self.retry_after_s {
+            response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+        }
+        response
+    }
+}
+
+impl From<SubmitError> for ApiError {
+    fn from(error: SubmitError) -> Self {
+        match error {
+            SubmitError::Invalid { reason } => Self::request(StatusCode::BAD_REQUEST, "invalid_value", reason),
+            SubmitError::TooLong { prompt_tokens, max_context_tokens } => {
+                Self::prompt_too_long(prompt_tokens, max_context_tokens)
+            }
+            SubmitError::QueueFull { .. } => Self {
+                kind: "rate_limit_error",
+                retry_after_s: Some(RETRY_AFTER_S),
+                ..Self::request(StatusCode::TOO_MANY_REQUESTS, "queue_full", error.to_string())
+            },
+            SubmitError::Stopped { .. } => {
+                Self::server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", error.to_string())
+            }
+            other => Self::server(StatusCode::INTERNAL_SERVER_ERROR, "engine_error", other.to_string()),
+        }
+    }
+}
+
+impl From<PromptError> for ApiError {
+    fn from(error: PromptError) -> Self {
+        match error {
+            PromptError::MissingSpecial { .. } => {
+                Self::request(StatusCode::BAD_REQUEST, "unsupported_by_model", error.to_string())
+            }
+            other => Self::server(StatusCode::INTERNAL_SERVER_ERROR, "tokenizer_error", other.to_string()),
+        }
+    }
+}
