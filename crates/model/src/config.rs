@@ -6,6 +6,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::Read;
+use std::ops::Bound::{self, Excluded, Included, Unbounded};
+use std::ops::RangeBounds;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -234,24 +236,27 @@ fn model_config(keys: Keys<'_>) -> Result<(ModelConfig, Vec<u32>), ConfigError> 
         o_lora_rank: keys.size("o_lora_rank", 1, MAX_WIDTH)?,
         sliding_window: keys.size("sliding_window", 1, MAX_WINDOW)?,
         compress_ratios: compress_ratios(keys, num_hidden_layers)?,
-        rope_theta: keys.float("rope_theta", RopeTheta)?,
-        compress_rope_theta: keys.float("compress_rope_theta", RopeTheta)?,
+        rope_theta: keys.float("rope_theta", Excluded(1.0), 1e12)?,
+        compress_rope_theta: keys.float("compress_rope_theta", Excluded(1.0), 1e12)?,
         rope_scaling: rope_scaling(keys)?,
         index_n_heads: keys.size("index_n_heads", 1, MAX_HEADS)?,
         index_head_dim: keys.size("index_head_dim", 2, MAX_HEAD_DIM)?,
         index_topk: keys.size("index_topk", 1, MAX_WINDOW)?,
         hc_mult: keys.size("hc_mult", 1, 16)?,
         hc_sinkhorn_iters: keys.size("hc_sinkhorn_iters", 1, 1000)?,
-        hc_eps: keys.float("hc_eps", HcEps)?,
+        hc_eps: keys.float("hc_eps", Included(0.0), 0.1)?,
         n_routed_experts: keys.size("n_routed_experts", 1, MAX_EXPERTS)?,
         num_experts_per_tok: keys.size("num_experts_per_tok", 1, MAX_EXPERTS)?,
         moe_intermediate_size: keys.size("moe_intermediate_size", 1, MAX_WIDTH)?,
         num_hash_layers: keys.size_or("num_hash_layers", 0, 0, num_hidden_layers)?,
         scoring_func: scoring_func(keys)?,
         norm_topk_prob: keys.flag_or("norm_topk_prob", true)?,
-        routed_scaling_factor: keys.float("routed_scaling_factor", Scaling)?,
-        swiglu_limit: keys.optional("swiglu_limit").map(|_| keys.float("swiglu_limit", Limit)).transpose()?,
-        rms_norm_eps: keys.float("rms_norm_eps", RmsEps)?,
+        routed_scaling_factor: keys.float("routed_scaling_factor", Excluded(0.0), 1e4)?,
+        swiglu_limit: keys
+            .optional("swiglu_limit")
+            .map(|_| keys.float("swiglu_limit", Included(0.0), 1e6))
+            .transpose()?,
+        rms_norm_eps: keys.float("rms_norm_eps", Excluded(0.0), 0.1)?,
         max_position_embeddings: keys.size("max_position_embeddings", 1, MAX_POSITIONS)?,
         bos_token_id: keys
             .optional("bos_token_id")
@@ -364,9 +369,9 @@ fn rope_scaling(keys: Keys<'_>) -> Result<Option<RopeScaling>, ConfigError> {
     if kind.as_str() != Some("yarn") {
         return Err(bad("rope_scaling.type", kind, "\"yarn\" (or `rope_scaling` null)"));
     }
-    let beta = |key, default| keys.optional(key).map_or(Ok(default), |_| keys.float(key, Beta));
+    let beta = |key, default| keys.optional(key).map_or(Ok(default), |_| keys.float(key, Included(1e-3), 1e6));
     Ok(Some(RopeScaling {
-        factor: keys.float("factor", YarnFactor)?,
+        factor: keys.float("factor", Included(1.0), 1e6)?,
         original_max_position_embeddings: keys.size("original_max_position_embeddings", 1, MAX_POSITIONS)?,
         beta_fast: beta("beta_fast", 32.0)?,
         beta_slow: beta("beta_slow", 1.0)?,
@@ -463,45 +468,6 @@ fn token_id(key: &str, value: &Value, vocab_size: usize) -> Result<u32, ConfigEr
     id.ok_or_else(|| bad(key, value, &format!("a token id below `vocab_size` ({vocab_size})")))
 }
 
-/// The range a float must lie in.
-#[derive(Clone, Copy)]
-enum FloatRange {
-    RopeTheta,
-    YarnFactor,
-    Beta,
-    HcEps,
-    RmsEps,
-    Scaling,
-    Limit,
-}
-use FloatRange::{Beta, HcEps, Limit, RmsEps, RopeTheta, Scaling, YarnFactor};
-
-impl FloatRange {
-    fn holds(self, x: f64) -> bool {
-        match self {
-            RopeTheta => x > 1.0 && x <= 1e12,
-            YarnFactor => (1.0..=1e6).contains(&x),
-            Beta => (1e-3..=1e6).contains(&x),
-            HcEps => (0.0..=0.1).contains(&x),
-            RmsEps => x > 0.0 && x <= 0.1,
-            Scaling => x > 0.0 && x <= 1e4,
-            Limit => (0.0..=1e6).contains(&x),
-        }
-    }
-
-    fn want(self) -> &'static str {
-        match self {
-            RopeTheta => "a number above 1 and at most 1e12",
-            YarnFactor => "a number from 1 to 1e6",
-            Beta => "a number from 0.001 to 1e6",
-            HcEps => "a number from 0 to 0.1",
-            RmsEps => "a number above 0 and at most 0.1",
-            Scaling => "a number above 0 and at most 1e4",
-            Limit => "a number from 0 (no clamp) to 1e6",
-        }
-    }
-}
-
 /// The keys of one JSON object.
 #[derive(Clone, Copy)]
 struct Keys<'a> {
@@ -540,10 +506,17 @@ impl<'a> Keys<'a> {
         value.as_bool().ok_or_else(|| bad(&format!("{}{key}", self.prefix), value, "true or false"))
     }
 
-    fn float(self, key: &str, range: FloatRange) -> Result<f64, ConfigError> {
+    fn float(self, key: &str, min: Bound<f64>, max: f64) -> Result<f64, ConfigError> {
         let value = self.required(key)?;
-        let number = value.as_f64().filter(|&x| range.holds(x));
-        number.ok_or_else(|| bad(&format!("{}{key}", self.prefix), value, range.want()))
+        let number = value.as_f64().filter(|x| (min, Included(max)).contains(x));
+        number.ok_or_else(|| {
+            let want = match min {
+                Excluded(min) => format!("a number above {min} and at most {max}"),
+                Included(min) => format!("a number from {min} to {max}"),
+                Unbounded => format!("a number of at most {max}"),
+            };
+            bad(&format!("{}{key}", self.prefix), value, &want)
+        })
     }
 }
 

@@ -391,6 +391,7 @@ fn plan(config: &ModelConfig) -> Vec<Planned> {
             (Form::Vector(n), Storage::Plain { std }) => add(place.tensor, Dtype::F32, &[n], Fill::F32 { std }),
             (Form::Plain(rows, cols), _) => add(place.tensor, Dtype::F32, &[rows, cols], Fill::F32 { std: 0.02 }),
             (Form::Table(rows, cols), _) => {
+                assert!(CHUNK_BYTES.is_multiple_of(8 * cols), "rows of a table must not be cut");
                 let experts = Fill::Experts { num_experts: config.n_routed_experts, per_token: cols };
                 add(place.tensor, Dtype::I64, &[rows, cols], experts);
             }

@@ -260,7 +260,7 @@ fn configs() {
         ("q_lora_rank", json!([64]), "`q_lora_rank` is a list, must be a whole number from 1 to 131072"),
         ("hc_mult", json!(1000), "`hc_mult` is 1000, must be a whole number from 1 to 16"),
         ("rms_norm_eps", json!(0), "`rms_norm_eps` is 0, must be a number above 0 and at most 0.1"),
-        ("rope_theta", json!(-10000.0), "`rope_theta` is -10000.0, must be a number above 1 and at most 1e12"),
+        ("rope_theta", json!(-10000.0), "`rope_theta` is -10000.0, must be a number above 1 and at most 1000000000000"),
         ("num_key_value_heads", json!(8), "`num_key_value_heads` is 8, must be 1"),
         ("eos_token_id", json!([1, 384]), "`eos_token_id` is 384, must be a token id below `vocab_size` (384)"),
         (

@@ -149,8 +149,11 @@ proptest! {
     ) {
         let mut parts = MLX.clone();
         let name = parts.tensors.keys().nth(tensor.index(parts.tensors.len())).expect("a tensor").clone();
+        let mut shape = shape;
+        while shape.iter().product::<usize>() > 1 << 18 {
+            shape.pop();
+        }
         let bytes = shape.iter().product::<usize>() * dtype.bits() as usize / 8;
-        prop_assume!(bytes < 1 << 20);
         let raw = parts.tensor(&name);
         (raw.dtype, raw.shape) = (dtype, shape);
         raw.bytes.resize(bytes, 7);
