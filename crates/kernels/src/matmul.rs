@@ -30,7 +30,7 @@ const STRIP: usize = 16;
 const STRIPS: usize = 4;
 /// Rows of `x` in a register tile.
 const TILE_ROWS: usize = 6;
-/// Up to so many rows of `x`, vector levels multiply decoded weights without writing a panel.
+/// Up to so many rows of `x` are multiplied with decoded weights without writing a panel.
 const FEW_ROWS: usize = 2;
 /// Rows of `x` that a task takes at a time, a multiple of `TILE_ROWS`: their columns of one block stay in L2.
 const ROW_BLOCK: usize = 480;
@@ -246,7 +246,7 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
         }
         return;
     }
-    let direct = level != CpuLevel::Scalar && rows.len() <= FEW_ROWS;
+    let direct = rows.len() <= FEW_ROWS;
     let pack = rows.len() >= 2 * TILE_ROWS;
     if pack {
         let needed = rows.len() * BLOCK.min(cols);
@@ -274,7 +274,7 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
                 let (mut sums, decoded) = (Sums::default(), &mut scratch.panel);
                 dispatch!(
                     level,
-                    unreachable!("only vector levels have a direct path"),
+                    scalar::multiply_few(x, rows.len(), block, job.w, w_rows, first_col, decoded, &mut sums),
                     avx2::multiply_few(x, rows.len(), block, job.w, w_rows, first_col, decoded, &mut sums)
                 );
                 // SAFETY: part of the caller's promise.

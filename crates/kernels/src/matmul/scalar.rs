@@ -37,3 +37,27 @@ pub(super) fn multiply(x: XBlock, rows: usize, cols: usize, panels: &[f32], stri
         }
     }
 }
+
+/// The sums of one block of columns for a few rows of `x` and up to 32 rows `w_rows` of `w`: the same chains as
+/// [`multiply`], without a panel.
+#[expect(clippy::too_many_arguments, reason = "decoding and multiplying in one step")]
+pub(super) fn multiply_few(
+    x: XBlock,
+    rows: usize,
+    cols: usize,
+    w: Matrix,
+    w_rows: Range<usize>,
+    first_col: usize,
+    decoded: &mut [f32],
+    sums: &mut Sums,
+) {
+    let stride = x.stride.expect("few rows are not packed");
+    let decoded = &mut decoded[..cols];
+    for (j, row) in w_rows.enumerate() {
+        w.decode(CpuLevel::Scalar, row, first_col, decoded);
+        for (r, sums) in sums.0[..rows].iter_mut().enumerate() {
+            let x = &x.numbers[r * stride..][..cols];
+            sums[j] = x.iter().zip(&*decoded).fold(0.0, |sum, (x, w)| sum + x * w);
+        }
+    }
+}

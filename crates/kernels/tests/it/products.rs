@@ -22,6 +22,36 @@ fn bound(level: CpuLevel, x: &[f32], w: &StoredTensor, groups: usize) -> impl Fn
     }
 }
 
+/// For each output of `expert(x)` how far it may be off (the bounds of the three products and of the activation, carried
+/// through), and the sum of the magnitudes of its terms.
+fn expert_bound(level: CpuLevel, x: &[f32], w: &ExpertWeights, limit: Option<f32>) -> Vec<(f64, f64)> {
+    let (dim, inner) = (w.w1.cols(), w.w1.rows());
+    let limit = f64::from(limit.unwrap_or(f32::INFINITY));
+    let [gates, ups, downs] = [w.w1, w.w3, w.w2].map(to_f32);
+    let chain = |k: usize| (256.0f64.min(k as f64) + k as f64 / 256.0 + 1.0) * EPS * roundings(level);
+    let products = |w: &[f32]| {
+        let terms = || x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
+        (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>() * chain(dim))
+    };
+    let hidden: Vec<(f64, f64)> = (0..inner)
+        .map(|i| {
+            let (g, g_error) = products(&gates[i * dim..(i + 1) * dim]);
+            let (u, u_error) = products(&ups[i * dim..(i + 1) * dim]);
+            let (g, u) = (g.min(limit), u.clamp(-limit, limit));
+            let silu = g / (1.0 + (-g).exp());
+            // The slope of silu is at most 1.1.
+            let error = 1.1 * g_error * u.abs() + silu.abs() * u_error + 1.1 * g_error * u_error;
+            (silu * u, error + 10.0 * EPS * (silu * u).abs())
+        })
+        .collect();
+    let sum = |w: &[f32]| {
+        let terms = || hidden.iter().zip(w).map(|((h, error), w)| (f64::from(w.abs()), h.abs(), *error));
+        let size: f64 = terms().map(|(w, h, error)| w * (h + error)).sum();
+        (terms().map(|(w, _, error)| w * error).sum::<f64>() + size * chain(inner), size)
+    };
+    downs.chunks(inner).map(sum).collect()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
@@ -74,16 +104,28 @@ proptest! {
         reference::routed_experts(&x, &ids, &shares, top_k, 3, &experts, limit, &mut want);
         let mut want_one = vec![0.0; t * dim];
         reference::shared_expert(&x, &experts[0], limit, &mut want_one);
-        // Three products deep, errors are compared with the largest result.
-        let size = |x: &[f32]| x.iter().fold(0.0f64, |max, x| max.max(f64::from(x.abs())));
         for level in CpuLevel::available() {
             let ctx = Ctx { level, par: &Serial };
+            let bounds = |e: usize, t: usize| expert_bound(level, &x[t * dim..(t + 1) * dim], &experts[e], limit);
             let mut got = start.clone();
             routed_experts(ctx, &x, &ids, &shares, top_k, 3, &experts, limit, &mut got);
-            within(&got, &want, |_| 4e-6 * (1.0 + size(&want))).map_err(TestCaseError::fail)?;
+            let mut errors = vec![0.0; t * dim];
+            let mut sizes: Vec<f64> = start.iter().map(|x| f64::from(x.abs())).collect();
+            for (i, &id) in ids.iter().enumerate().filter(|&(_, &id)| (3..3 + count as i32).contains(&id)) {
+                let (t, share) = (i / top_k, f64::from(shares[i].abs()));
+                for (c, (error, size)) in bounds(id as usize - 3, t).into_iter().enumerate() {
+                    errors[t * dim + c] += share * error;
+                    sizes[t * dim + c] += share * size;
+                }
+            }
+            // Each addition, here and in the reference, rounds a partial sum.
+            let routed: Vec<f64> =
+                errors.iter().zip(sizes).map(|(error, size)| error + 2.0 * (top_k + 1) as f64 * EPS * size).collect();
+            within(&got, &want, |i| routed[i]).map_err(TestCaseError::fail)?;
             let mut got = vec![f32::NAN; t * dim];
             shared_expert(ctx, &x, &experts[0], limit, &mut got);
-            within(&got, &want_one, |_| 4e-6 * (1.0 + size(&want_one))).map_err(TestCaseError::fail)?;
+            let shared: Vec<f64> = (0..t).flat_map(|t| bounds(0, t)).map(|(error, _)| error).collect();
+            within(&got, &want_one, |i| shared[i]).map_err(TestCaseError::fail)?;
         }
     }
 }
