@@ -8,7 +8,7 @@ use clap::Args;
 use troika_base::NumericClass;
 use troika_device::map_file;
 use troika_engine::{Runner, RunnerOptions};
-use troika_model::{Checkpoint, ConfigFile, DrafterStatus, ModelFacts, ScaleCheck, WeightTable};
+use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::Tokenizer;
 
 use crate::progress;
@@ -51,7 +51,13 @@ impl ModelArgs {
         };
         let spinner = progress::spinner(format!("opening {}", dir.display()));
         let checkpoint = Checkpoint::open(&dir, &map_file)?;
-        let weights = WeightTable::build(&checkpoint, ScaleCheck::All)?;
+        let check = ScaleCheck::for_size(checkpoint.files().num_file_bytes());
+        if check == ScaleCheck::Skip {
+            tracing::info!(
+                "the checkpoint is too large to look at every scale; damaged ones would show as senseless text"
+            );
+        }
+        let weights = WeightTable::build(&checkpoint, check)?;
         spinner.finish_and_clear();
         let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_string_lossy().into_owned()));
         let name = name.unwrap_or_else(|| "model".to_owned());
@@ -68,11 +74,7 @@ impl ModelArgs {
 
 impl OpenModel {
     fn new(name: String, config: ConfigFile, weights: WeightTable, files: Files) -> Self {
-        let num_stages = match weights.drafter() {
-            DrafterStatus::Available { num_stages } => usize::from(*num_stages),
-            DrafterStatus::Unavailable { .. } => 0,
-        };
-        let facts = ModelFacts { hash_layers: weights.hash_layers().to_vec(), num_stages };
+        let facts = weights.facts();
         Self { name, config, weights, facts, files }
     }
 

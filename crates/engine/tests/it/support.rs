@@ -4,7 +4,7 @@ use troika_base::{NumericClass, SequenceId};
 use troika_device::map_file;
 use troika_engine::{Chunk, Forward, Runner, RunnerOptions, WantLogits};
 use troika_graph::Acceptance;
-use troika_model::{Checkpoint, DrafterStatus, ModelFacts, ScaleCheck, WeightTable};
+use troika_model::{Checkpoint, ScaleCheck, WeightTable};
 use troika_testkit::oracle_dir;
 
 /// The three layouts of the oracle's model, which hold identical values.
@@ -19,12 +19,7 @@ pub(crate) fn options() -> RunnerOptions {
 pub(crate) fn open(name: &str, options: RunnerOptions) -> Runner {
     let checkpoint = Checkpoint::open(&oracle_dir().join(name), &map_file).expect("the oracle's checkpoint opens");
     let weights = WeightTable::build(&checkpoint, ScaleCheck::All).expect("it is complete");
-    let num_stages = match weights.drafter() {
-        DrafterStatus::Available { num_stages } => usize::from(*num_stages),
-        DrafterStatus::Unavailable { .. } => 0,
-    };
-    let facts = ModelFacts { hash_layers: weights.hash_layers().to_vec(), num_stages };
-    Runner::new(checkpoint.config().model.clone(), facts, &weights, options).expect("the model loads")
+    Runner::new(checkpoint.config().model.clone(), weights.facts(), &weights, options).expect("the model loads")
 }
 
 /// One chunk of one sequence, all rows kept.
