@@ -239,8 +239,9 @@ proptest! {
         let mut noise = Noise::new(seed);
         let k = k.min(e);
         let scoring = [Scoring::SqrtSoftplus, Scoring::Sigmoid, Scoring::Softmax][kind];
-        let logits: Vec<f32> = noise.numbers(t * e).iter().map(|x| x * 3.0).collect();
-        let bias = noise.numbers(e);
+        // Coarse numbers: equal scores are common, nearly equal ones (which rounding may order either way) are not.
+        let logits: Vec<f32> = noise.numbers(t * e).iter().map(|x| (x * 24.0).round() / 8.0).collect();
+        let bias: Vec<f32> = noise.numbers(e).iter().map(|x| (x * 4.0).round() / 4.0).collect();
         let ids: Vec<i32> = (0..10 * k).map(|_| noise.below(e) as i32).collect();
         let tokens: Vec<i32> = (0..t).map(|_| noise.below(10) as i32).collect();
         let p = RouteParams {
