@@ -51,7 +51,7 @@ impl<'a> Matrix<'a> {
         }
     }
 
-    /// Asks for the memory that decoding `cols` columns of one row from `first_col` on will read. Changes nothing but time.
+    /// Asks for the memory that decoding `cols` columns of one row from `first_col` on will read; nothing else changes.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn prefetch(&self, row: usize, first_col: usize, cols: usize) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
