@@ -22,7 +22,7 @@ const BLOCK: usize = 256;
 /// - `scratch` grown as needed, contents irrelevant
 /// - `out`     `[H, d]`, overwritten
 ///
-/// Accuracy: each output within `4 · (n/256 + 256 + d/8) · ε · max|rows| · (1 + max_i |q·rows[i]|/√d)` of
+/// Accuracy: each output within `4 · (n/256 + 256 + d/8 + 4) · ε · max|rows| · (1 + max_i Σ|q·rows[i]|/√d)` of
 /// [`crate::reference::attend_row`].
 ///
 /// # Panics

@@ -18,7 +18,8 @@ pub struct HcParams<'a> {
     pub streams: usize,
     /// `D`.
     pub dim: usize,
-    /// Column normalisations of the combination matrix, at least 1; row normalisations are one fewer, after the softmax.
+    /// Column normalisations of the combination matrix, at least 1; row normalisations, after the softmax, are one
+    /// fewer.
     pub sinkhorn_iters: usize,
     /// Added to `pre`, to the softmax and to its row and column sums.
     pub hc_eps: f32,
@@ -48,8 +49,8 @@ impl HcParams<'_> {
 /// - `collapsed` `[T, D]`, overwritten: `Σ_s pre[s] · x[s]`
 /// - `mix`       `[T, S + S·S]`, overwritten: `post[k]`, then `comb[j, k]`, for [`hc_post`]
 ///
-/// Accuracy: `mix` within `1e-6 · (1 + max(Σ|rms(x)·fn|·|scale| + |base|))` of [`crate::reference::hc_mix`], `collapsed`
-/// within that times `Σ_s |x[s]|`.
+/// Accuracy: `mix` within `1e-6 · (1 + max(Σ|rms(x)·fn|·|scale| + |base|))` of [`crate::reference::hc_mix`],
+/// `collapsed` within that times `Σ_s |x[s]|`.
 ///
 /// # Panics
 ///

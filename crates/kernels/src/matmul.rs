@@ -34,6 +34,8 @@ const TILE_ROWS: usize = 6;
 const FEW_ROWS: usize = 2;
 /// Rows of `x` that a task takes at a time, a multiple of `TILE_ROWS`: their columns of one block stay in L2.
 const ROW_BLOCK: usize = 480;
+/// Numbers of `x` that a task packs at once.
+const MAX_PACKED: usize = 1 << 20;
 
 /// `out[t] = x[t] · wᵀ`: a linear layer.
 ///
@@ -211,7 +213,7 @@ struct Scratch {
     panel: Vec<f32>,
     /// Decoded rows before they are transposed, `[8][BLOCK]`.
     decoded: Vec<f32>,
-    /// A block of columns of `x`: for each group of `TILE_ROWS` rows `[BLOCK][rows]`.
+    /// For each block of columns of `x`, for each group of `TILE_ROWS` rows: `[columns][rows]`.
     packed: Vec<f32>,
 }
 
@@ -246,71 +248,47 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
         }
         return;
     }
-    let direct = rows.len() <= FEW_ROWS;
-    let pack = rows.len() >= 2 * TILE_ROWS;
-    if pack {
-        let needed = rows.len() * BLOCK.min(cols);
-        if scratch.packed.len() < needed {
-            scratch.packed.resize(needed, 0.0);
-        }
-    }
-    for first_col in (0..cols).step_by(BLOCK) {
-        let block = BLOCK.min(cols - first_col);
-        if pack {
-            pack_rows(
-                &job.x[rows.start * job.x_stride + first_col..],
-                job.x_stride,
-                rows.len(),
-                block,
-                &mut scratch.packed,
-            );
-        }
-        let place = Place { job, first_col, block };
-        if direct {
-            for first in outputs.clone().step_by(2 * STRIP) {
-                let outputs = first..(first + 2 * STRIP).min(outputs.end);
-                let x = place.strided(rows.clone());
-                let w_rows = job.w_rows.start + outputs.start..job.w_rows.start + outputs.end;
-                let (mut sums, decoded) = (Sums::default(), &mut scratch.panel);
-                dispatch!(
-                    level,
-                    scalar::multiply_few(x, rows.len(), block, job.w, w_rows, first_col, decoded, &mut sums),
-                    avx2::multiply_few(x, rows.len(), block, job.w, w_rows, first_col, decoded, &mut sums)
-                );
+    let places = || {
+        (0..cols).step_by(BLOCK).map(|first_col| Place { level, job, first_col, block: BLOCK.min(cols - first_col) })
+    };
+    let pieces = |width: usize| {
+        let Range { start, end } = outputs;
+        (start..end).step_by(width).map(move |first| first..(first + width).min(end))
+    };
+    let Scratch { panel, decoded, packed } = scratch;
+    // Weights are read row by row, all columns of a few rows after another: that is how memory likes it. Only where `x`
+    // is too large to be packed at once, all rows of a block of columns come first.
+    if rows.len() <= FEW_ROWS {
+        for outputs in pieces(2 * STRIP) {
+            for place in places() {
                 // SAFETY: part of the caller's promise.
-                unsafe { place.add_sums(rows.clone(), outputs, &sums) };
+                unsafe { place.few_rows(rows.clone(), outputs.clone(), panel) };
             }
-            continue;
         }
-        for first in outputs.clone().step_by(STRIPS * STRIP) {
-            let outputs = first..(first + STRIPS * STRIP).min(outputs.end);
-            for (s, strip) in outputs.clone().step_by(STRIP).enumerate() {
-                let panel = &mut scratch.panel[s * BLOCK * STRIP..][..block * STRIP];
-                let w_rows = job.w_rows.start + strip..job.w_rows.start + (strip + STRIP).min(outputs.end);
-                let decoded = &mut scratch.decoded;
-                dispatch!(
-                    level,
-                    scalar::fill_panel(job.w, w_rows, first_col, decoded, panel),
-                    avx2::fill_panel(job.w, w_rows, first_col, decoded, panel)
-                );
-            }
-            let strips = outputs.len().div_ceil(STRIP);
-            for t in rows.clone().step_by(TILE_ROWS) {
-                let tile = t..(t + TILE_ROWS).min(rows.end);
-                let x = if pack {
-                    let start = (t - rows.start) * block;
-                    XBlock { numbers: &scratch.packed[start..start + tile.len() * block], stride: None }
-                } else {
-                    place.strided(tile.clone())
-                };
-                let mut sums = Sums::default();
-                dispatch!(
-                    level,
-                    scalar::multiply(x, tile.len(), block, &scratch.panel, strips, &mut sums),
-                    avx2::multiply(x, tile.len(), block, &scratch.panel, strips, &mut sums)
-                );
+    } else if rows.len() < 2 * TILE_ROWS {
+        for outputs in pieces(STRIPS * STRIP) {
+            for place in places() {
                 // SAFETY: part of the caller's promise.
-                unsafe { place.add_sums(tile, outputs.clone(), &sums) };
+                unsafe { place.tiles(rows.clone(), outputs.clone(), None, panel, decoded) };
+            }
+        }
+    } else if rows.len() * cols <= MAX_PACKED {
+        for place in places() {
+            place.pack(rows.clone(), packed, rows.len() * place.first_col);
+        }
+        for outputs in pieces(STRIPS * STRIP) {
+            for place in places() {
+                let x = Some(&packed[rows.len() * place.first_col..]);
+                // SAFETY: part of the caller's promise.
+                unsafe { place.tiles(rows.clone(), outputs.clone(), x, panel, decoded) };
+            }
+        }
+    } else {
+        for place in places() {
+            place.pack(rows.clone(), packed, 0);
+            for outputs in pieces(STRIPS * STRIP) {
+                // SAFETY: part of the caller's promise.
+                unsafe { place.tiles(rows.clone(), outputs, Some(packed), panel, decoded) };
             }
         }
     }
@@ -318,18 +296,97 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
 
 /// One block of columns of a job.
 struct Place<'a> {
+    level: CpuLevel,
     job: &'a Job<'a>,
     first_col: usize,
     block: usize,
 }
 
 impl Place<'_> {
+    /// Up to 32 outputs of one or two rows.
+    ///
+    /// # Safety
+    ///
+    /// Nothing else may touch these outputs meanwhile.
+    unsafe fn few_rows(&self, rows: Range<usize>, outputs: Range<usize>, decoded: &mut [f32]) {
+        let (x, w, w_rows) = (self.strided(rows.clone()), self.job.w, self.weight_rows(&outputs));
+        let mut sums = Sums::default();
+        dispatch!(
+            self.level,
+            scalar::multiply_few(x, rows.len(), self.block, w, w_rows, self.first_col, decoded, &mut sums),
+            avx2::multiply_few(x, rows.len(), self.block, w, w_rows, self.first_col, decoded, &mut sums)
+        );
+        // SAFETY: the caller's promise.
+        unsafe { self.add_sums(rows, outputs, &sums) };
+    }
+
+    /// Up to 64 outputs of any number of rows, which lie in `packed` or in the job's `x`.
+    ///
+    /// # Safety
+    ///
+    /// Nothing else may touch these outputs meanwhile.
+    unsafe fn tiles(
+        &self,
+        rows: Range<usize>,
+        outputs: Range<usize>,
+        packed: Option<&[f32]>,
+        panels: &mut [f32],
+        decoded: &mut [f32],
+    ) {
+        let mut strips = 0;
+        for first in outputs.clone().step_by(STRIP) {
+            let panel = &mut panels[strips * BLOCK * STRIP..][..self.block * STRIP];
+            let (w, w_rows) = (self.job.w, self.weight_rows(&(first..(first + STRIP).min(outputs.end))));
+            dispatch!(
+                self.level,
+                scalar::fill_panel(w, w_rows, self.first_col, decoded, panel),
+                avx2::fill_panel(w, w_rows, self.first_col, decoded, panel)
+            );
+            strips += 1;
+        }
+        for t in rows.clone().step_by(TILE_ROWS) {
+            let tile = t..(t + TILE_ROWS).min(rows.end);
+            let x = match packed {
+                Some(packed) => {
+                    let start = (t - rows.start) * self.block;
+                    XBlock { numbers: &packed[start..start + tile.len() * self.block], stride: None }
+                }
+                None => self.strided(tile.clone()),
+            };
+            let mut sums = Sums::default();
+            dispatch!(
+                self.level,
+                scalar::multiply(x, tile.len(), self.block, panels, strips, &mut sums),
+                avx2::multiply(x, tile.len(), self.block, panels, strips, &mut sums)
+            );
+            // SAFETY: the caller's promise.
+            unsafe { self.add_sums(tile, outputs.clone(), &sums) };
+        }
+    }
+
+    /// Rows of the weight that make `outputs`.
+    fn weight_rows(&self, outputs: &Range<usize>) -> Range<usize> {
+        let first = self.job.w_rows.start;
+        first + outputs.start..first + outputs.end
+    }
+
     /// These columns of some rows of `x`, where they lie.
     fn strided(&self, rows: Range<usize>) -> XBlock<'_> {
         let stride = self.job.x_stride;
         let start = rows.start * stride + self.first_col;
         let end = start + (rows.len() - 1) * stride + self.block;
         XBlock { numbers: &self.job.x[start..end], stride: Some(stride) }
+    }
+
+    /// Packs these columns of some rows of `x` to `packed[start..]`, which grows as needed.
+    fn pack(&self, rows: Range<usize>, packed: &mut Vec<f32>, start: usize) {
+        let end = start + rows.len() * self.block;
+        if packed.len() < end {
+            packed.resize(end, 0.0);
+        }
+        let stride = self.job.x_stride;
+        let x = &self.job.x[rows.start * stride + self.first_col..];
+        pack_rows(x, stride, rows.len(), self.block, &mut packed[start..end]);
     }
 
     /// Adds the sums of this block to the outputs; those of the first block are written.

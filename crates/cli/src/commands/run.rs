@@ -43,16 +43,16 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Randomness: 0 = always the most likely token. Default: what the checkpoint advises.
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Keep the smallest set of tokens that are this likely together. Default: what the checkpoint advises.
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Keep this many of the most likely tokens; 0 = all.
     #[arg(long, default_value_t = 0, value_name = "K")]
     top_k: usize,
     /// Keep tokens at least this fraction as likely as the best.
-    #[arg(long, default_value_t = 0.0, value_name = "P")]
+    #[arg(long, default_value_t = 0.0, value_name = "P", allow_negative_numbers = true)]
     min_p: f32,
     /// End the text before this string; may be given several times.
     #[arg(long, value_name = "TEXT")]

@@ -51,6 +51,20 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// Asks for the memory that decoding `cols` columns of one row from `first_col` on will read; nothing else changes.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn prefetch(&self, row: usize, first_col: usize, cols: usize) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let bytes = match self {
+            Self::Stored(w) => w.codes(row, first_col, cols),
+            Self::F32 { .. } => return,
+        };
+        for line in bytes.chunks(64) {
+            // SAFETY: a prefetch reads nothing that the program can see, and the address is a valid one.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        }
+    }
+
     /// Columns `first_col..first_col + out.len()` of one row. `first_col` is a multiple of 128, so that groups start at
     /// group edges.
     pub(crate) fn decode(&self, level: CpuLevel, row: usize, first_col: usize, out: &mut [f32]) {
@@ -82,6 +96,22 @@ impl<'a> View<'a> {
             scales: w.scales(),
             biases: w.biases(),
         }
+    }
+
+    /// Bytes of the codes of up to `cols` columns of one row, if there are such.
+    #[cfg(target_arch = "x86_64")]
+    fn codes(&self, row: usize, first_col: usize, cols: usize) -> &'a [u8] {
+        let bits = match self.format {
+            Format::F32 | Format::I32 => 32,
+            Format::F16 | Format::Bf16 => 16,
+            Format::I64 => 64,
+            Format::Fp8Tile { .. } | Format::Mxfp8 => 8,
+            Format::Mxfp4 => 4,
+            Format::Affine { bits, .. } => usize::from(bits),
+        };
+        let start = (row * self.cols + first_col) * bits / 8;
+        let end = start + cols.min(self.cols.saturating_sub(first_col)) * bits / 8;
+        self.data.get(start..end.min(self.data.len())).unwrap_or_default()
     }
 }
 

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{BLOCK, STRIP, Sums, XBlock};
+use super::{BLOCK, STRIP, STRIPS, Sums, XBlock};
 use crate::CpuLevel;
 use crate::formats::Matrix;
 
@@ -16,11 +16,22 @@ pub(super) fn fill_panel(w: Matrix, w_rows: Range<usize>, first_col: usize, deco
             let j = half * 8 + j;
             if j < w_rows.len() {
                 w.decode(CpuLevel::Avx2, w_rows.start + j, first_col, &mut row[..cols]);
+                prefetch_next(w, w_rows.start + j, first_col, STRIPS * STRIP);
             } else {
                 row[..cols].fill(0.0);
             }
         }
         transpose(decoded, cols, half, panel);
+    }
+}
+
+/// Asks for what will be read in the place of this row next: the next block of columns, or after the last one the row
+/// `rows` further down. Rows lie too far apart for the CPU to guess.
+fn prefetch_next(w: Matrix, row: usize, first_col: usize, rows: usize) {
+    if first_col + BLOCK < w.cols() {
+        w.prefetch(row, first_col + BLOCK, BLOCK);
+    } else {
+        w.prefetch(row + rows, 0, BLOCK);
     }
 }
 
@@ -89,6 +100,7 @@ pub(super) fn multiply_few(
     for (j, row) in decoded[..8 * octets].iter_mut().enumerate() {
         if j < w_rows.len() {
             w.decode(CpuLevel::Avx2, w_rows.start + j, first_col, &mut row[..cols]);
+            prefetch_next(w, w_rows.start + j, first_col, 2 * STRIP);
         } else {
             row[..cols].fill(0.0);
         }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use proptest::prelude::*;
-use troika_base::StoredTensor;
+use troika_base::{Format, StoredTensor};
 use troika_kernels::{
     CpuLevel, Ctx, ExpertWeights, HcParams, RouteParams, RowList, Scoring, add, attend_row, embed, for_each_row_with,
     grouped_matmul, hc_head, hc_post, hc_pre, index_scores, matmul, rms_norm, rms_norm_in_place, rope, route,
@@ -60,7 +60,7 @@ proptest! {
     #[test]
     fn grouped_products(t in 1usize..40, groups in 1usize..5, r in 1usize..70, k in 1usize..500, seed: u64) {
         let mut noise = Noise::new(seed);
-        let w = tensor(&mut noise, troika_base::Format::Bf16, groups * r, k);
+        let w = tensor(&mut noise, Format::Bf16, groups * r, k);
         let x = noise.numbers(t * groups * k);
         check(&mut noise, t, |ctx, rows| {
             let mut out = vec![f32::NAN; rows.len() * groups * r];
@@ -74,7 +74,7 @@ proptest! {
         let mut noise = Noise::new(seed);
         let (dim, inner) = (32 + 32 * noise.below(12), 32 + 32 * noise.below(12));
         let weights: Vec<[StoredTensor; 3]> = (0..count)
-            .map(|_| [(inner, dim), (dim, inner), (inner, dim)].map(|(n, k)| tensor(&mut noise, troika_base::Format::Mxfp4, n, k)))
+            .map(|_| [(inner, dim), (dim, inner), (inner, dim)].map(|(n, k)| tensor(&mut noise, Format::Mxfp4, n, k)))
             .collect();
         let experts: Vec<ExpertWeights> = weights.iter().map(|[w1, w2, w3]| ExpertWeights { w1, w2, w3 }).collect();
         let (x, start) = (noise.numbers(t * dim), noise.numbers(t * dim));
@@ -122,7 +122,8 @@ proptest! {
         let s = 1 + noise.below(4);
         let outputs = (2 + s) * s;
         let (fn_, base, scale) = (noise.numbers(outputs * s * dim), noise.numbers(outputs), noise.numbers(3));
-        let p = HcParams { streams: s, dim, sinkhorn_iters: 20, hc_eps: 1e-6, norm_eps: 1e-6, fn_: &fn_, base: &base, scale: &scale };
+        let (fn_, base, scale) = (&fn_[..], &base[..], &scale[..]);
+        let p = HcParams { streams: s, dim, sinkhorn_iters: 20, hc_eps: 1e-6, norm_eps: 1e-6, fn_, base, scale };
         let head = HcParams { fn_: &fn_[..s * s * dim], base: &base[..s], scale: &scale[..1], ..p };
         let streams = noise.numbers(t * s * dim);
         check(&mut noise, t, |ctx, rows| {
@@ -137,14 +138,20 @@ proptest! {
             a
         })?;
 
-        let table = tensor(&mut noise, troika_base::Format::Bf16, 9, dim);
+        let table = tensor(&mut noise, Format::Bf16, 9, dim);
         let tokens: Vec<i32> = (0..t).map(|_| noise.below(9) as i32).collect();
         let positions: Vec<i64> = (0..t).map(|_| noise.below(1 << 20) as i64).collect();
         let freqs: Vec<f64> = (0..dim / 2).map(|j| 1.0 / (j + 1) as f64).collect();
         let bias = noise.numbers(dim);
         let k = 1 + noise.below(dim.min(6));
         let p = RouteParams {
-            scoring: Scoring::SqrtSoftplus, experts: dim, top_k: k, bias: Some(&bias), table: None, normalise: true, scaling: 1.5,
+            scoring: Scoring::SqrtSoftplus,
+            experts: dim,
+            top_k: k,
+            bias: Some(&bias),
+            table: None,
+            normalise: true,
+            scaling: 1.5,
         };
         check(&mut noise, t, |ctx, rows| {
             let mut out = vec![f32::NAN; rows.len() * 2 * dim];
@@ -154,8 +161,10 @@ proptest! {
             route(ctx, &p, &x[span(&rows, dim)], &[], &mut ids, &mut weights);
             // Row by row, as the caller concatenates rows.
             let row = |t: usize| {
-                let ids = ids[t * k..(t + 1) * k].iter().map(|&id| id as f32);
-                out[2 * t * dim..2 * (t + 1) * dim].iter().copied().chain(ids).chain(weights[t * k..(t + 1) * k].iter().copied()).collect::<Vec<_>>()
+                let mut row = out[2 * t * dim..2 * (t + 1) * dim].to_vec();
+                row.extend(ids[t * k..(t + 1) * k].iter().map(|&id| id as f32));
+                row.extend(&weights[t * k..(t + 1) * k]);
+                row
             };
             (0..rows.len()).flat_map(row).collect()
         })?;
@@ -203,7 +212,7 @@ proptest! {
 fn many_rows() {
     let mut noise = Noise::new(5);
     let (t, dim, inner, top_k) = (1100, 64, 32, 2);
-    let w = tensor(&mut noise, troika_base::Format::Mxfp8, 40, 288);
+    let w = tensor(&mut noise, Format::Mxfp8, 40, 288);
     let x = noise.numbers(t * w.cols());
     check(&mut noise, t, |ctx, rows| {
         let mut out = vec![f32::NAN; rows.len() * w.rows()];
@@ -213,10 +222,7 @@ fn many_rows() {
     .expect("products");
 
     let weights: Vec<[StoredTensor; 3]> = (0..5)
-        .map(|_| {
-            [(inner, dim), (dim, inner), (inner, dim)]
-                .map(|(n, k)| tensor(&mut noise, troika_base::Format::Mxfp4, n, k))
-        })
+        .map(|_| [(inner, dim), (dim, inner), (inner, dim)].map(|(n, k)| tensor(&mut noise, Format::Mxfp4, n, k)))
         .collect();
     let experts: Vec<ExpertWeights> = weights.iter().map(|[w1, w2, w3]| ExpertWeights { w1, w2, w3 }).collect();
     let x = noise.numbers(t * dim);

@@ -22,8 +22,8 @@ fn bound(level: CpuLevel, x: &[f32], w: &StoredTensor, groups: usize) -> impl Fn
     }
 }
 
-/// For each output of `expert(x)` how far it may be off (the bounds of the three products and of the activation, carried
-/// through), and the sum of the magnitudes of its terms.
+/// For each output of `expert(x)` how far it may be off (the bounds of the three products and of the activation,
+/// carried through), and the sum of the magnitudes of its terms.
 fn expert_bound(level: CpuLevel, x: &[f32], w: &ExpertWeights, limit: Option<f32>) -> Vec<(f64, f64)> {
     let (dim, inner) = (w.w1.cols(), w.w1.rows());
     let limit = f64::from(limit.unwrap_or(f32::INFINITY));
@@ -73,7 +73,13 @@ proptest! {
     }
 
     #[test]
-    fn grouped_matmul_matches_reference(t in 1usize..15, groups in 1usize..5, r in 1usize..40, k in 1usize..300, seed: u64) {
+    fn grouped_matmul_matches_reference(
+        t in 1usize..15,
+        groups in 1usize..5,
+        r in 1usize..40,
+        k in 1usize..300,
+        seed: u64,
+    ) {
         let mut noise = Noise::new(seed);
         let w = tensor(&mut noise, Format::Bf16, groups * r, k);
         let x = noise.numbers(t * groups * k);

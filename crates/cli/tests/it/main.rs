@@ -1,0 +1,5 @@
+//! The `troika` command as a user meets it: real processes, real files, exit codes and messages.
+
+mod commands;
+mod serving;
+mod support;

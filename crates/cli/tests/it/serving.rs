@@ -1,0 +1,148 @@
+//! `troika serve` and signals.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::support::{Scratch, command, troika};
+
+/// A server on a free port, ended when dropped.
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    fn start(model: &str) -> Self {
+        let mut child =
+            command(&["serve", "--model", model, "--port", "0"]).stderr(Stdio::piped()).spawn().expect("starts");
+        let mut log = BufReader::new(child.stderr.take().expect("piped"));
+        let mut line = String::new();
+        let address = loop {
+            line.clear();
+            assert!(log.read_line(&mut line).expect("readable") > 0, "the server ended before it served");
+            if let Some((_, address)) = line.split_once("http://") {
+                break address.split_whitespace().next().expect("an address").to_owned();
+            }
+        };
+        // Somebody has to read the log, or the server would stop at a full pipe.
+        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
+        Self { child, address }
+    }
+
+    fn connect(&self) -> TcpStream {
+        TcpStream::connect(&self.address).expect("the server listens")
+    }
+
+    /// Status line and body of one request.
+    fn request(&self, method: &str, path: &str, body: &str) -> (String, String) {
+        let mut stream = self.connect();
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address);
+        let content = format!("content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        stream.write_all(format!("{head}{content}").as_bytes()).expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("answered");
+        let (head, body) = answer.split_once("\r\n\r\n").expect("a whole answer");
+        (head.lines().next().expect("a status").to_owned(), body.to_owned())
+    }
+
+    fn signal(&self, name: &str) {
+        signal(&self.child, name);
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn signal(child: &Child, name: &str) {
+    let sent =
+        Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status().expect("kill is there");
+    assert!(sent.success());
+}
+
+fn code_within(child: &mut Child, limit: Duration) -> Option<i32> {
+    let start = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().expect("it is our child") {
+            return status.code();
+        }
+        assert!(start.elapsed() < limit, "the process does not end");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_server_answers_and_ends_in_good_order() {
+    let scratch = Scratch::new();
+    let mut server = Server::start(&scratch.arg("model"));
+    let (status, body) = server.request("GET", "/health", "");
+    assert!(status.contains("200") && body.contains("ok"), "{status} {body}");
+    let (_, models) = server.request("GET", "/v1/models", "");
+    assert!(models.contains("\"model\""), "{models}");
+    let ask = r#"{"prompt": "hello", "max_tokens": 5, "seed": 3}"#;
+    let (status, first) = server.request("POST", "/v1/completions", ask);
+    assert!(status.contains("200"), "{status} {first}");
+    let text =
+        |body: &str| serde_json::from_str::<serde_json::Value>(body).expect("JSON")["choices"][0]["text"].clone();
+    assert_eq!(text(&first), text(&server.request("POST", "/v1/completions", ask).1), "the same seed, the same text");
+    let (status, body) = server.request("POST", "/v1/completions", r#"{"prompt": "x", "best_of": 3}"#);
+    assert!(status.contains("400") && body.contains("best_of"), "{status} {body}");
+    server.signal("TERM");
+    assert_eq!(code_within(&mut server.child, Duration::from_secs(30)), Some(0));
+}
+
+/// Whoever goes away in the middle of an answer leaves the server as it was.
+#[test]
+fn vanished_clients_leave_nothing_behind() {
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch.arg("model"));
+    for round in 0..20 {
+        let body = r#"{"prompt": "hello", "max_tokens": 4000, "stream": true, "temperature": 1}"#;
+        let mut stream = server.connect();
+        let head = format!(
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}",
+            body.len()
+        );
+        stream.write_all(format!("{head}\r\n\r\n{body}").as_bytes()).expect("sent");
+        if round % 2 == 1 {
+            let mut some = [0; 64];
+            let _ = stream.read(&mut some).expect("the stream has begun");
+        }
+        drop(stream);
+        let (status, _) = server.request("POST", "/v1/completions", r#"{"prompt": "x", "max_tokens": 2}"#);
+        assert!(status.contains("200"), "round {round}: {status}");
+    }
+}
+
+#[test]
+fn addresses_that_cannot_be_served_are_refused() {
+    let scratch = Scratch::new();
+    let model = scratch.arg("model");
+    troika(&["serve", "--model", &model, "--host", "0.0.0.0"]).fails(1, &["0.0.0.0", "other machines"]);
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let port = taken.local_addr().expect("bound").port().to_string();
+    troika(&["serve", "--model", &model, "--port", &port]).fails(1, &["cannot listen", &port]);
+}
+
+#[test]
+fn an_interrupted_run_keeps_its_text_and_says_so() {
+    let scratch = Scratch::new();
+    for (name, want) in [("INT", 130), ("TERM", 143)] {
+        let args = ["run", "hello", "--model", &scratch.arg("model"), "-n", "100000", "--temperature", "1"];
+        let mut child = command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("starts");
+        let mut some = [0; 16];
+        child.stdout.as_mut().expect("piped").read_exact(&mut some).expect("text comes");
+        signal(&child, name);
+        let mut rest = Vec::new();
+        child.stdout.take().expect("piped").read_to_end(&mut rest).expect("ends");
+        assert_eq!(code_within(&mut child, Duration::from_secs(30)), Some(want), "{name}");
+        let mut summary = String::new();
+        child.stderr.take().expect("piped").read_to_string(&mut summary).expect("UTF-8");
+        assert!(summary.contains("ended by interrupted") || summary.contains("interrupted"), "{summary}");
+    }
+}

@@ -1,0 +1,219 @@
+//! Many requests at once: the same tokens as alone, and nothing left behind by those that end early.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling, SubmitError};
+use troika_engine::{Engine, EngineOptions};
+
+use crate::support::{open, options};
+
+const LIMITS: EngineOptions =
+    EngineOptions { chunk_tokens: 48, max_running: 4, max_queued: 8, max_context_tokens: 512 };
+
+fn engine(limits: EngineOptions) -> Engine {
+    Engine::start(open("tiny-bf16", options()), limits).expect("starts")
+}
+
+struct Channel(Sender<Event>);
+
+impl EventSink for Channel {
+    fn offer(&mut self, event: &Event) -> Delivery {
+        if self.0.send(event.clone()).is_ok() { Delivery::Taken } else { Delivery::Gone }
+    }
+}
+
+fn request(seed: u64, prompt: usize, max_new_tokens: usize) -> GenerateRequest {
+    let prompt = (0..prompt).map(|i| ((i as u64 * 31 + seed * 17) % 383) as u32).collect();
+    let sampling = Sampling { temperature: 1.0, seed, ..Sampling::GREEDY };
+    GenerateRequest { prompt, max_new_tokens, sampling, stop_tokens: Vec::new() }
+}
+
+fn start(engine: &Engine, request: GenerateRequest) -> Receiver<Event> {
+    let (sender, receiver) = channel();
+    engine.submit(request, Box::new(Channel(sender))).expect("accepted");
+    receiver
+}
+
+/// Tokens up to the end, and the end.
+fn collect(events: &Receiver<Event>) -> (Vec<u32>, Event) {
+    let mut tokens = Vec::new();
+    loop {
+        match events.recv_timeout(Duration::from_secs(60)).expect("the engine answers") {
+            Event::Token(token) => tokens.push(token),
+            Event::Prefilled { .. } => {}
+            end => return (tokens, end),
+        }
+    }
+}
+
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn neighbours_do_not_change_a_token() {
+    let requests: Vec<GenerateRequest> =
+        (0..8).map(|i| request(i, 5 + 37 * i as usize % 150, 12 + i as usize)).collect();
+    let alone: Vec<Vec<u32>> =
+        requests.iter().map(|request| collect(&start(&engine(LIMITS), request.clone())).0).collect();
+    let engine = engine(LIMITS);
+    let events: Vec<Receiver<Event>> = requests.iter().map(|request| start(&engine, request.clone())).collect();
+    for ((events, want), request) in events.iter().zip(&alone).zip(&requests) {
+        let (tokens, end) = collect(events);
+        assert_eq!(&tokens, want);
+        let Event::Finished { reason, usage } = end else { panic!("ended with {end:?}") };
+        assert_eq!(reason, FinishReason::Length);
+        assert_eq!((usage.prompt_tokens, usage.completion_tokens), (request.prompt.len(), request.max_new_tokens));
+        assert!(usage.prefill_us > 0 && usage.decode_us > 0);
+    }
+    wait_until("gauges return to zero", || {
+        let status = engine.status();
+        status.running == 0 && status.queued == 0 && status.requests_total == 8
+    });
+    let status = engine.status();
+    assert_eq!(status.completion_tokens_total, requests.iter().map(|r| r.max_new_tokens as u64).sum::<u64>());
+    assert_eq!(status.prompt_tokens_total, requests.iter().map(|r| r.prompt.len() as u64).sum::<u64>());
+}
+
+#[test]
+fn stop_tokens_end_without_being_delivered() {
+    let engine = engine(LIMITS);
+    let (tokens, _) = collect(&start(&engine, request(3, 20, 10)));
+    let stopping = GenerateRequest { stop_tokens: vec![tokens[4]], ..request(3, 20, 10) };
+    let (got, end) = collect(&start(&engine, stopping));
+    let until = tokens.iter().position(|token| *token == tokens[4]).expect("it is there");
+    assert_eq!(got, tokens[..until]);
+    assert!(matches!(end, Event::Finished { reason: FinishReason::StopToken(token), .. } if token == tokens[4]));
+}
+
+#[test]
+fn the_context_is_a_limit() {
+    let engine = engine(EngineOptions { max_context_tokens: 64, ..LIMITS });
+    let (tokens, end) = collect(&start(&engine, request(1, 60, 100)));
+    assert_eq!(tokens.len(), 4, "60 and 4 tokens fill a context of 64");
+    assert!(matches!(end, Event::Finished { reason: FinishReason::ContextFull, .. }));
+    let (sender, _receiver) = channel();
+    let refused = engine.submit(request(1, 64, 1), Box::new(Channel(sender)));
+    assert_eq!(refused, Err(SubmitError::TooLong { prompt_tokens: 64, max_context_tokens: 64 }));
+}
+
+#[test]
+fn malformed_requests_are_refused_by_name() {
+    let engine = engine(LIMITS);
+    let good = request(0, 3, 1);
+    let sampling = |change: fn(&mut Sampling)| {
+        let mut request = good.clone();
+        change(&mut request.sampling);
+        request
+    };
+    let table = [
+        (GenerateRequest { prompt: Vec::new(), ..good.clone() }, "the prompt is empty"),
+        (GenerateRequest { prompt: vec![384], ..good.clone() }, "token 384 is not in the vocabulary of 384"),
+        (GenerateRequest { max_new_tokens: 0, ..good.clone() }, "max_new_tokens must be at least 1"),
+        (sampling(|s| s.temperature = f32::NAN), "temperature must be a number"),
+        (sampling(|s| s.temperature = -1.0), "temperature must be a number"),
+        (sampling(|s| s.top_p = 1.5), "top_p must be a number from 0 to 1, not 1.5"),
+        (sampling(|s| s.min_p = -0.1), "min_p must be a number"),
+    ];
+    for (request, want) in table {
+        let (sender, _receiver) = channel();
+        let error = engine.submit(request, Box::new(Channel(sender))).expect_err(want).to_string();
+        assert!(error.contains(want), "{error}");
+    }
+    assert_eq!(engine.status().queued, 0);
+}
+
+#[test]
+fn a_full_queue_is_an_answer() {
+    let engine = engine(EngineOptions { max_running: 1, max_queued: 2, ..LIMITS });
+    let mut running = Vec::new();
+    let full = loop {
+        let (sender, receiver) = channel();
+        match engine.submit(request(running.len() as u64, 100, 200), Box::new(Channel(sender))) {
+            Ok(id) => running.push((id, receiver)),
+            Err(error) => break error,
+        }
+        assert!(running.len() <= 4, "one runs and two wait, give or take the moment");
+    };
+    assert_eq!(full, SubmitError::QueueFull { queued: 2, limit: 2 });
+    for (id, events) in &running {
+        engine.cancel(*id);
+        let (_, end) = collect(events);
+        assert!(matches!(end, Event::Finished { reason: FinishReason::Cancelled, .. }), "{end:?}");
+    }
+    wait_until("gauges return to zero", || engine.status().running == 0 && engine.status().queued == 0);
+}
+
+#[test]
+fn listeners_that_go_away_free_their_place() {
+    let engine = engine(EngineOptions { max_running: 2, ..LIMITS });
+    let (want, _) = collect(&start(&engine, request(9, 50, 8)));
+    for round in 0..60u64 {
+        let events = start(&engine, request(round, 100 + round as usize, 300));
+        // Gone while it waits, while its prompt is computed, or after some tokens.
+        for _ in 0..round % 4 {
+            let _ = events.recv_timeout(Duration::from_millis(20));
+        }
+        drop(events);
+        assert_eq!(collect(&start(&engine, request(9, 50, 8))).0, want, "round {round}");
+    }
+    wait_until("gauges return to zero", || {
+        let status = engine.status();
+        status.running == 0 && status.queued == 0 && status.requests_total == 121
+    });
+}
+
+/// Takes events only while it is told to.
+#[derive(Clone, Default)]
+struct Gate(Arc<Mutex<(bool, Vec<Event>)>>);
+
+impl EventSink for Gate {
+    fn offer(&mut self, event: &Event) -> Delivery {
+        let mut gate = self.0.lock().expect("not poisoned");
+        if !gate.0 {
+            return Delivery::Full;
+        }
+        gate.1.push(event.clone());
+        Delivery::Taken
+    }
+}
+
+#[test]
+fn a_listener_without_room_pauses_its_own_request_only() {
+    let engine = engine(LIMITS);
+    let (want, _) = collect(&start(&engine, request(5, 30, 20)));
+    let gate = Gate::default();
+    engine.submit(request(5, 30, 20), Box::new(gate.clone())).expect("accepted");
+    for seed in 0..5 {
+        collect(&start(&engine, request(seed, 30, 10)));
+    }
+    assert!(gate.0.lock().expect("not poisoned").1.is_empty());
+    assert!(engine.status().completion_tokens_total < 20 + 50 + 3, "the paused request does not run ahead");
+    gate.0.lock().expect("not poisoned").0 = true;
+    let ended = |events: &[Event]| matches!(events.last(), Some(Event::Finished { .. }));
+    wait_until("it goes on", || ended(&gate.0.lock().expect("not poisoned").1));
+    let events = &gate.0.lock().expect("not poisoned").1;
+    let tokens: Vec<u32> =
+        events.iter().filter_map(|event| if let Event::Token(token) = event { Some(*token) } else { None }).collect();
+    assert_eq!(tokens, want, "in order, none lost");
+}
+
+#[test]
+fn shutdown_tells_everybody() {
+    let engine = engine(EngineOptions { max_running: 1, ..LIMITS });
+    let events: Vec<Receiver<Event>> = (0..3).map(|seed| start(&engine, request(seed, 40, 400))).collect();
+    engine.shutdown();
+    for events in &events {
+        let (_, end) = collect(events);
+        assert!(matches!(end, Event::Finished { reason: FinishReason::Shutdown, .. }), "{end:?}");
+    }
+    let (sender, _receiver) = channel();
+    let refused = engine.submit(request(0, 3, 1), Box::new(Channel(sender)));
+    assert!(matches!(refused, Err(SubmitError::Stopped { .. })), "{refused:?}");
+}

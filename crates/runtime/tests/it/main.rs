@@ -1,0 +1,3 @@
+//! The executor on a device that does nothing but remember.
+
+mod executor;
