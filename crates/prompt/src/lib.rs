@@ -6,11 +6,18 @@
 mod chat;
 mod detokenizer;
 mod error;
+mod json;
+mod python;
 mod stop;
+mod texts;
 mod tokenizer;
 
-pub use chat::{ChatOptions, Message, OldReasoning, ThinkingMode, encode_chat, encode_completion};
+pub use chat::{
+    ChatOptions, Conversation, LastAssistant, Message, OldReasoning, Opens, Prompt, ThinkingMode, ToolCall, UserBlock,
+    encode_chat, encode_completion,
+};
 pub use detokenizer::Detokenizer;
 pub use error::PromptError;
 pub use stop::{Checked, StopMatcher};
+pub use texts::{Effort, FixedTexts};
 pub use tokenizer::{MarkerText, Tokenizer};
