@@ -1,12 +1,14 @@
-//! Text to token ids and back: the tokenizer, DeepSeek-V4's prompt encoding, the incremental detokenizer, stop strings.
+//! Text to token ids and back: the tokenizer, DeepSeek-V4's prompt encoding, the incremental detokenizer, the parser of what
+//! the model says, stop strings.
 //!
 //! Knows nothing of requests, HTTP or the engine. Start with [`Tokenizer`], then [`encode_chat`] on the way in and
-//! [`Detokenizer`] and [`StopMatcher`] on the way out.
+//! [`OutputDecoder`] and [`StopMatcher`] on the way out.
 
 mod chat;
 mod detokenizer;
 mod error;
 mod json;
+mod output;
 mod python;
 mod stop;
 mod texts;
@@ -18,6 +20,7 @@ pub use chat::{
 };
 pub use detokenizer::Detokenizer;
 pub use error::PromptError;
+pub use output::{Marker, Output, OutputCall, OutputDecoder, OutputEvent, OutputParser, ToolSyntax};
 pub use stop::{Checked, StopMatcher};
 pub use texts::{Effort, FixedTexts};
 pub use tokenizer::{MarkerText, Tokenizer};
