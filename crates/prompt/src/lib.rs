@@ -5,6 +5,7 @@
 //! [`OutputDecoder`] and [`StopMatcher`] on the way out.
 
 mod chat;
+mod constraint;
 mod detokenizer;
 mod error;
 mod json;
@@ -18,6 +19,7 @@ pub use chat::{
     ChatOptions, Conversation, LastAssistant, Message, OldReasoning, Opens, Prompt, ThinkingMode, ToolCall, UserBlock,
     encode_chat, encode_completion,
 };
+pub use constraint::{Constraint, ConstraintCompiler, ConstraintError, Grammar, NumCalls, Progress};
 pub use detokenizer::Detokenizer;
 pub use error::PromptError;
 pub use output::{Marker, Output, OutputCall, OutputDecoder, OutputEvent, OutputParser, ToolSyntax};

@@ -2,4 +2,5 @@
 
 mod contract;
 mod golden;
+mod sampling;
 mod support;

@@ -1,6 +1,7 @@
 //! Text in, tokens out, and back, compared with the tokenizers library and with plain whole-text versions.
 
 mod chat;
+mod constraint;
 mod output;
 mod streams;
 mod tokenizer;
