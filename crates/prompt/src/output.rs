@@ -172,7 +172,7 @@ impl OutputParser {
         let is_plain = |byte: &u8| match byte {
             b'<' | b'\n' => self.syntax == ToolSyntax::Text,
             b' ' | b'\t' | b'\r' => !after_call,
-            byte => *byte < THINK_BYTE.min(END_THINK_BYTE).min(DSML_BYTE),
+            byte => !matches!(*byte, THINK_BYTE | END_THINK_BYTE | DSML_BYTE),
         };
         let num_plain = rest.iter().take_while(|byte| is_plain(byte)).count();
         if num_plain > 0 {

@@ -193,7 +193,7 @@ fn calls_and_results() {
     // Results take the order of their calls; text keeps its place; unknown ids count as the first call.
     let result = Message::tool_result;
     let two = called("", "", &[("1", "f", ""), ("2", "f", "")]);
-    let turn = [user("q"), two.clone(), result("2", "B"), user("and?"), result("1", "A"), result("9", "C")];
+    let turn = [user("q"), two, result("2", "B"), user("and?"), result("1", "A"), result("9", "C")];
     let rendered = render(&of(&turn), chat());
     let tail = "<tool_result>A</tool_result>\n\nand?\n\n<tool_result>C</tool_result>\n\n<tool_result>B</tool_result>";
     assert!(rendered.contains(tail), "{rendered}");

@@ -233,7 +233,7 @@ fn calls_of_tools() {
     for calls in [vec![oslo.clone()], vec![call("get_weather", &all)], vec![now.clone()], vec![any.clone()]] {
         assert!(accepts(&many, &block(&calls)) && accepts(&one, &block(&calls)), "{calls:?}");
     }
-    let several = block(&[oslo.clone(), now.clone(), any, call("any", &[])]);
+    let several = block(&[oslo.clone(), now, any, call("any", &[])]);
     assert!(accepts(&many, &several) && !accepts(&one, &several));
     let refused = [
         String::new(),
