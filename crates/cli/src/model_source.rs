@@ -94,7 +94,14 @@ impl OpenModel {
     /// Fixed texts of its prompts.
     pub(crate) fn texts(&self) -> FixedTexts {
         let Files::Dir(dir) = &self.files;
-        FixedTexts::from_checkpoint(dir)
+        let texts = FixedTexts::from_checkpoint(dir);
+        for missing in texts.missing() {
+            tracing::info!("{missing}");
+        }
+        for name in texts.unpublished() {
+            tracing::debug!("the {name} is not the one that DeepSeek-V4 was published with");
+        }
+        texts
     }
 
     /// The checkpoint's advice on sampling: temperature and top_p of `generation_config.json`, 1 and 1 without it.

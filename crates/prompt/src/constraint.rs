@@ -12,7 +12,7 @@ use std::{
 
 use llguidance::{
     Matcher, ParserFactory,
-    api::{ParserLimits, TopLevelGrammar},
+    api::{ParserLimits, StopReason, TopLevelGrammar},
     toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie},
 };
 use serde_json::{Value, json};
@@ -85,7 +85,8 @@ impl ConstraintCompiler {
 
     /// The constraint of one answer. If that opens with reasoning, it is free until `</think>`.
     ///
-    /// Takes from a millisecond to a second for large grammars, and some seconds the first time.
+    /// Takes from a millisecond to a second for large grammars, and longer the first time: not for a thread that serves
+    /// sockets.
     ///
     /// # Errors
     ///
@@ -265,7 +266,11 @@ impl Constraint {
             return Ok(Progress::Open);
         }
         self.matcher.consume_token(token).map_err(failed)?;
-        Ok(if self.matcher.is_stopped() { Progress::Complete } else { Progress::Open })
+        match self.matcher.stop_reason() {
+            StopReason::NotStopped => Ok(Progress::Open),
+            reason if reason.is_ok() => Ok(Progress::Complete),
+            reason => Err(failed(format!("{reason:?}"))),
+        }
     }
 }
 

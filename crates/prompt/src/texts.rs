@@ -17,6 +17,8 @@ use crate::{
     python::{Constant, MAX_FILE_BYTES, read_constants},
 };
 
+/// Longest text that is taken for one; published ones have about 1 KiB.
+const MAX_TEXT_BYTES: usize = 64 << 10;
 /// Where a checkpoint keeps the texts.
 const FILE: &str = "encoding/encoding_dsv4.py";
 
@@ -73,13 +75,16 @@ impl FixedTexts {
         let texts = || constants.iter().filter_map(|(name, value)| as_text(value).map(|text| (name, text)));
         // By the published name; failing that, the only text with the place that it must have.
         let find = |name: &str, place: &str, not: &str| {
-            let fits = |text: &&str| text.contains(place) && (not.is_empty() || !text.contains(not));
+            let fits = |text: &&str| {
+                text.len() <= MAX_TEXT_BYTES && text.contains(place) && (not.is_empty() || !text.contains(not))
+            };
             let named = constants.get(name).and_then(as_text).filter(fits);
             let mut others = texts().map(|(_, text)| text).filter(fits);
             named.or_else(|| others.next().filter(|_| others.next().is_none())).map(str::to_owned)
         };
         let efforts = efforts(&constants);
-        let effort = |name: &str| efforts.get(name).map(|text| (*text).to_owned());
+        let effort =
+            |name: &str| efforts.get(name).filter(|text| text.len() <= MAX_TEXT_BYTES).map(|text| (*text).to_owned());
         // The family's first file has one prefix, `max`, and says nothing at `high`.
         let high = effort("high").or_else(|| efforts.contains_key("max").then(String::new));
         Self {
