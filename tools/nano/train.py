@@ -2,7 +2,7 @@
 
     python train.py --run RUN_DIR --total-tokens 20e6
 
-Stops at `--total-tokens` and can be stopped and started again at any time: the
+Stops at `--total-tokens` and can be stopped (SIGTERM) and started again at any time: the
 newest checkpoint in RUN_DIR (`trunk.pt`) carries weights, optimizer, counters and
 the step, and every random choice is a function of the seed and the step. The
 schedule is warm up, hold, decay over the last 40 % of the tokens, counted in
@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -277,7 +278,9 @@ def main() -> None:
     params = sum(p.numel() for p in model.parameters())
     note(event="start", parameters=params, step=step, tokens=tokens, total_tokens=args.total_tokens)
     first_step = step
-    while tokens < args.total_tokens and not (args.max_steps and step - first_step >= args.max_steps):
+    stopping = []
+    signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
+    while not stopping and tokens < args.total_tokens and not (args.max_steps and step - first_step >= args.max_steps):
         began = time.time()
         done = tokens / args.total_tokens
         mode = "topk" if done >= TOPK_FROM else "dense"
