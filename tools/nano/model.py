@@ -34,7 +34,7 @@ CONFIG = {
     "compress_ratios": [0, 4, 128, 4, 128, 4, 0, 0, 0],
     "compress_rope_theta": 160000,
     "dspark_block_size": 5,
-    "dspark_markov_rank": 32,
+    "dspark_markov_rank": 64,
     "dspark_noise_token_id": 14,
     "dspark_target_layer_ids": [3, 4, 5],
     "expert_dtype": "fp4",
