@@ -259,30 +259,43 @@ class Experts(torch.autograd.Function):
         counts = torch.bincount(flat, minlength=E).tolist()
         token = order // k
         xs, ws = x[token], weight.flatten()[order]
-        gate_up = torch.cat([p @ w13[e].t() for e, p in enumerate(xs.split(counts))])
+        gate_up = per_expert(xs, counts, w13.mT)
         hidden = functions.expert_hidden(gate_up, ws, limit)
-        ys = torch.cat([p @ w2[e].t() for e, p in enumerate(hidden.split(counts))])
+        ys = per_expert(hidden, counts, w2.mT)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
-        y = wide(ys)[back].view(len(x), k, -1).sum(1)
+        back = back.view(-1, k)
         ctx.save_for_backward(xs, ws, gate_up, hidden, w13, w2, token, back)
-        ctx.counts, ctx.k, ctx.limit = counts, k, limit
-        return y
+        ctx.counts, ctx.limit = counts, limit
+        return functions.sum_rows(ys, back)
 
     @staticmethod
     def backward(ctx, grad):
         xs, ws, gate_up, hidden, w13, w2, token, back = ctx.saved_tensors
         counts = ctx.counts
         grad_ys = grad.to(xs.dtype)[token]
-        parts = list(zip(grad_ys.split(counts), hidden.split(counts)))
-        grad_hidden = torch.cat([g @ w2[e] for e, (g, _) in enumerate(parts)])
-        grad_w2 = torch.stack([g.t() @ h for g, h in parts])
+        grad_hidden = per_expert(grad_ys, counts, w2)
+        grad_w2 = torch.stack([g.t() @ h for g, h in zip(grad_ys.split(counts), hidden.split(counts))])
         grad_gate_up, grad_ws = functions.expert_hidden_grad(gate_up, ws, grad_hidden, ctx.limit)
-        parts = list(zip(grad_gate_up.split(counts), xs.split(counts)))
-        grad_xs = torch.cat([g @ w13[e] for e, (g, _) in enumerate(parts)])
-        grad_w13 = torch.stack([g.t() @ p for g, p in parts])
-        grad_x = wide(grad_xs)[back].view(len(grad), ctx.k, -1).sum(1).to(xs.dtype)
-        return grad_x, None, grad_ws[back].view(len(grad), ctx.k), grad_w13, grad_w2, None
+        grad_w13 = torch.stack([g.t() @ p for g, p in zip(grad_gate_up.split(counts), xs.split(counts))])
+        grad_x = functions.sum_rows(per_expert(grad_gate_up, counts, w13), back).to(xs.dtype)
+        return grad_x, None, grad_ws[back], grad_w13, grad_w2, None
+
+
+def per_expert(x, counts: list[int], w):
+    """Rows of `x [M, in]`, sorted by expert, times `w [E, in, out]`."""
+    out = x.new_empty(len(x), w.shape[-1])
+    for e, (rows, target) in enumerate(zip(x.split(counts), out.split(counts))):
+        torch.mm(rows, w[e], out=target)
+    return out
+
+
+def _sum_rows(x, rows):
+    """`sum_j x[rows[:, j]]` in at least f32."""
+    total = wide(x[rows[:, 0]])
+    for j in range(1, rows.shape[1]):
+        total = total + wide(x[rows[:, j]])
+    return total
 
 
 # --------------------------------------------------------------------------
@@ -397,21 +410,21 @@ class Attention(nn.Module):
         z = torch.cat([F.linear(o[..., g, :], wo_a[g]) for g in range(self.G)], -1)
         return wide(lin(z, self.wo_b))
 
-    def index_scores(self, x, low, cos, sin):
-        """`[B, T, R]`; no row is masked."""
+    def index_scores(self, x, low, k, cos, sin):
+        """`[B, T, R]` for the queries of `x` and the index rows `k [B, R, di]`; no row is masked."""
         B, T, _ = x.shape
         q = rope(wide(lin(low, self.index_wq_b)).view(B, T, self.Hi, self.di), cos[:, None], sin[:, None])
-        k = self.index_compressor(x, cos, sin)
         w = wide(lin(x, self.index_weights)) * (self.Hi * self.di) ** -0.5
         q, k = q.to(compute.dtype), k.to(compute.dtype)
         s = wide(torch.bmm(q.reshape(B, T * self.Hi, self.di), k.transpose(1, 2))).view(B, T, self.Hi, -1)
         return (s.relu() * w[..., None]).sum(2)
 
-    def forward(self, x, cos, sin, mode: str, want_kl: bool):
-        """`x [B, T, D]` -> `[B, T, D]` and the indexer's loss.
+    def forward(self, x, cos, sin, mode: str, sparse):
+        """`x [B, T, D]` -> `[B, T, D]` and, in mode `learn`, the indexer's loss.
 
         mode: `dense` all visible compressed rows; `topk` those the indexer picks;
-        `exact` the same with ties to the older row (slow); `random` as many at random.
+        `exact` the same with ties to the older row (slow); `random` as many at random;
+        `learn` like `topk` where the scalar tensor `sparse` is true, else like `dense`.
         """
         B, T, _ = x.shape
         r, W, C, H, d = self.ratio, self.W, CHUNK, self.H, self.d
@@ -419,29 +432,25 @@ class Attention(nn.Module):
         kv = self.rows(x, cos, sin).to(compute.dtype)
         q = q.to(compute.dtype)
         keys = F.pad(kv, (0, 0, W, 0)).unfold(1, W + C, C).transpose(2, 3)  # [B, T/C, W+C, d]
-        rows = scores = kl = None
+        rows = index_rows = kl = None
         if r:
             rows = self.compressor(x, cos, sin).to(compute.dtype)
-            if r == 4 and (mode in ("topk", "exact") or want_kl):
-                scores = self.index_scores(x.detach(), low.detach(), cos, sin)
+            if r == 4 and mode not in ("dense", "random"):
+                index_rows = self.index_compressor(x.detach(), cos, sin)
         # long inputs are only evaluated, never trained on: bound the score memory
         step = T if T <= 8192 else 2048
         parts = []
         for a in range(0, T, step):
-            part, kl = self.attend(
-                q[:, a : a + step],
-                keys[:, a // C : (a + step) // C],
-                rows,
-                None if scores is None else scores[:, a : a + step],
-                a,
-                mode,
-                want_kl,
-            )
+            b = min(a + step, T)
+            scores = None
+            if index_rows is not None:
+                scores = self.index_scores(x[:, a:b].detach(), low[:, a:b].detach(), index_rows, cos[a:b], sin[a:b])
+            part, kl = self.attend(q[:, a:b], keys[:, a // C : b // C], rows, scores, a, mode, sparse)
             parts.append(part)
         o = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return self.output(o, cos, sin), kl
 
-    def attend(self, q, keys, rows, scores, start: int, mode: str, want_kl: bool):
+    def attend(self, q, keys, rows, scores, start: int, mode: str, sparse):
         """Queries at index `start..` against their window keys and compressed rows."""
         B, T, H, d = q.shape
         r, W, C = self.ratio, self.W, CHUNK
@@ -457,10 +466,12 @@ class Attention(nn.Module):
         if r:
             R = rows.shape[1]
             seen = (torch.arange(R)[None] < ((start + torch.arange(T) + 1) // r)[:, None])[None].expand(B, -1, -1)
+            used = seen
             if r == 4 and mode != "dense" and R > self.topk:
-                seen = seen & chosen_rows(scores, seen, self.topk, mode)
-            sc = wide(torch.bmm(q.reshape(B, T * H, d), rows.transpose(1, 2))).view(B, T, H, R)
-            sc = sc.masked_fill(~seen[:, :, None], NEG)
+                picked = chosen_rows(scores, seen, self.topk, mode)
+                used = seen & (picked | ~sparse if mode == "learn" else picked)
+            all_scores = wide(torch.bmm(q.reshape(B, T * H, d), rows.transpose(1, 2))).view(B, T, H, R)
+            sc = all_scores.masked_fill(~used[:, :, None], NEG)
             top = torch.maximum(top, sc.amax(-1, keepdim=True))
         top = top.detach()
         ew = torch.exp(sw - top)
@@ -468,13 +479,24 @@ class Attention(nn.Module):
         o = wide(torch.bmm(ew.to(compute.dtype).view(n, C * H, W + C), keys)).view(B, T, H, d)
         kl = None
         if r:
+            if r == 4 and mode == "learn":
+                kl = index_loss(scores, attention_mass(all_scores, seen, top, total), seen)
             ec = torch.exp(sc - top)
             total = total + ec.sum(-1, keepdim=True)
             o = o + wide(torch.bmm(ec.to(compute.dtype).view(B, T * H, R), rows)).view(B, T, H, d)
-            if want_kl and r == 4:
-                mass = (ec / total).detach().sum(2)
-                kl = index_loss(scores, mass, seen)
         return o / total, kl
+
+
+def attention_mass(scores, seen, top, rest):
+    """What every visible compressed row would get if all were attended to, summed over heads `[B, T, R]`.
+
+    `rest` is the softmax denominator of window and sink, relative to the maximum `top`.
+    """
+    scores = scores.detach().masked_fill(~seen[:, :, None], NEG)
+    higher = torch.maximum(top, scores.amax(-1, keepdim=True))
+    mass = torch.exp(scores - higher)
+    total = mass.sum(-1, keepdim=True) + rest.detach() * torch.exp(top - higher)
+    return (mass / total).sum(2)
 
 
 def chosen_rows(scores, seen, topk: int, mode: str):
@@ -541,18 +563,20 @@ class Block(nn.Module):
         self.attn_norm, self.ffn_norm = nn.Parameter(torch.ones(c.hidden_size)), nn.Parameter(torch.ones(c.hidden_size))
         self.attn, self.ffn = Attention(c, ratio), MoE(c, hashed, seed)
 
-    def forward(self, x, ids, B: int, cos, sin, mode: str, want_kl: bool):
+    def forward(self, x, ids, B: int, cos, sin, mode: str, sparse=None):
         """`x [N, 4, D]` -> the same, and the indexer's loss (None without one)."""
-        x, h, post, comb, chosen, weight, shared, kl = functions.first_half(self, x, ids, B, cos, sin, mode, want_kl)
+        if self.attn.ratio != 4:  # one compiled version for all modes
+            mode, sparse = "dense", None
+        x, h, post, comb, chosen, weight, shared, kl = functions.first_half(self, x, ids, B, cos, sin, mode, sparse)
         y = self.ffn.experts(h, chosen, weight)
         return functions.second_half(y, shared, x, post, comb), kl
 
 
-def _first_half(block, x, ids, B: int, cos, sin, mode: str, want_kl: bool):
+def _first_half(block, x, ids, B: int, cos, sin, mode: str, sparse):
     """Attention, then everything of the feed-forward up to the routed experts."""
     pre, post, comb = block.hc_attn(x)
     h = rms(collapse(x, pre), block.attn_norm)
-    y, kl = block.attn(h.view(B, -1, h.shape[-1]), cos, sin, mode, want_kl)
+    y, kl = block.attn(h.view(B, -1, h.shape[-1]), cos, sin, mode, sparse)
     x = merge(y.flatten(0, 1), x, post, comb)
     return *before_experts(block, x, ids), kl
 
@@ -604,7 +628,7 @@ class Model(nn.Module):
         self.freq_plain = inv_freq(c.qk_rope_head_dim, c.rope_theta)
         self.freq_compressed = inv_freq(c.qk_rope_head_dim, c.compress_rope_theta, c.rope_scaling)
 
-    def streams(self, ids, pos=None, mode="dense", want_kl=False, taps=()):
+    def streams(self, ids, pos=None, mode="dense", sparse=None, taps=()):
         """`ids [B, T]` -> streams `[N, 4, D]`, indexer loss, mean streams after the layers in `taps`.
 
         `pos [T]` are the positions, 0.. by default; a gap starts at a multiple of 128.
@@ -618,7 +642,7 @@ class Model(nn.Module):
         loss, kept = 0.0, []
         for i, block in enumerate(self.blocks):
             cos, sin = compressed if block.attn.ratio else plain
-            x, kl = block(x, flat, B, cos, sin, mode, want_kl)
+            x, kl = block(x, flat, B, cos, sin, mode, sparse)
             loss = loss if kl is None else loss + kl
             if i in taps:
                 kept.append(x.mean(1))
@@ -629,9 +653,9 @@ class Model(nn.Module):
         x, _, _ = self.streams(ids, pos, mode)
         return wide(lin(rms(self.hc_head(x), self.norm), self.head))
 
-    def loss(self, ids, targets, pos=None, mode="dense", want_kl=False):
+    def loss(self, ids, targets, pos=None, mode="dense", sparse=None):
         """Mean cross-entropy and indexer loss."""
-        x, kl, _ = self.streams(ids, pos, mode, want_kl)
+        x, kl, _ = self.streams(ids, pos, mode, sparse)
         return functions.head_loss(self, x, targets.flatten()), kl
 
 
@@ -642,11 +666,12 @@ functions = SimpleNamespace(
     head_loss=_head_loss,
     expert_hidden=_expert_hidden,
     expert_hidden_grad=_expert_hidden_grad,
+    sum_rows=_sum_rows,
 )
 
 
 def enable_compile():
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.accumulated_recompile_limit = 512
-    for name in ("first_half", "second_half", "head_loss", "expert_hidden", "expert_hidden_grad"):
+    for name in ("first_half", "second_half", "head_loss", "expert_hidden", "expert_hidden_grad", "sum_rows"):
         setattr(functions, name, torch.compile(globals()["_" + name], dynamic=False))

@@ -152,3 +152,23 @@ def test_prompt_vectors_are_those_in_the_repository():
         assert json.loads((folder / f"tests/test_input_{i}.json").read_text()) == vector
         text = encoder.encode(vector["messages"], vector["thinking_mode"] == "thinking", vector.get("reasoning_effort", "low"))
         assert (folder / f"tests/test_output_{i}.txt").read_text() == text
+
+
+def test_learning_mode_attends_like_the_mode_it_stands_for(double):
+    c = nano.load_config(TINY)
+    trunk = lively(nano.Model(c)).double()
+    ids = torch.randint(16, c.vocab_size, (2, 256))
+    with torch.no_grad():
+        for mode, sparse in (("dense", False), ("topk", True)):
+            want, _, _ = trunk.streams(ids, mode=mode)
+            got, loss, _ = trunk.streams(ids, mode="learn", sparse=torch.tensor(sparse))
+            assert torch.allclose(got, want, atol=1e-12)
+            assert loss > 0
+
+
+def test_the_indexer_learns_what_attention_looks_at():
+    """The distillation loss has its minimum, zero, where the scores are the log of the attention mass."""
+    seen = torch.ones(1, 5, 7, dtype=torch.bool).tril()
+    mass = torch.rand(1, 5, 7)
+    assert nano.index_loss(mass.log(), mass, seen) < 1e-6
+    assert nano.index_loss(torch.zeros(1, 5, 7), mass, seen) > 0.01

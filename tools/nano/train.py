@@ -32,9 +32,9 @@ WARM_STEPS = 40
 DECAY = 0.4  # share of the tokens over which the rate falls
 LIBRARY = 0.5  # share of library text; the rest is tests
 CHAT, CHAT_LATE = 0.08, 0.18  # share of chat text before and during the decay
-KL_FROM, TOPK_FROM = 0.70, 0.80  # when the indexer starts to learn, and to choose
-LONG_FROM = 0.45  # when long sequences join
-GAP_SHARE = 0.35  # of the sequences after LONG_FROM: a jump in the positions (see `positions`)
+LATE_FROM = 0.6  # when long sequences join and the indexer starts to learn
+TOPK_FROM = 0.78  # when it starts to choose
+GAP_SHARE = 0.35  # of the sequences after LATE_FROM: a jump in the positions (see `positions`)
 MUON_LR, MUON_DECAY, ADAM_LR, BIAS_STEP = 0.02, 0.1, 3e-3, 0.005
 TOKENS_PER_STEP = 4096
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -59,10 +59,8 @@ class Source:
 
 
 def shape_at(step: int, done: float) -> tuple[int, int]:
-    """Sequences and their length in this step."""
-    if done < LONG_FROM:
-        return 8, 512
-    return [(8, 512), (2, 2048), (8, 512), (2, 2048), (8, 512), (1, 4096)][step % 6]
+    """Sequences and their length in this step. Each shape is compiled, so there are only two."""
+    return (2, 2048) if done >= LATE_FROM and step % 2 else (8, 512)
 
 
 def positions(rng, length: int, done: float) -> torch.Tensor:
@@ -72,7 +70,7 @@ def positions(rng, length: int, done: float) -> torch.Tensor:
     64 K tokens are trained at the price of 512.
     """
     pos = np.arange(length)
-    if done >= LONG_FROM and rng.random() < GAP_SHARE:
+    if done >= LATE_FROM and rng.random() < GAP_SHARE:
         at = 128 * int(rng.integers(1, length // 128))
         pos[at:] += 128 * int(2 ** rng.uniform(0, 9))
     return torch.from_numpy(pos)
@@ -204,13 +202,13 @@ def balance_experts(blocks, rate: float):
 # the run
 # --------------------------------------------------------------------------
 @torch.no_grad()
-def quick_bpb(model, held: np.ndarray, held_bytes: int, mode: str, windows=64, T=512) -> float:
-    """Bits per byte over the first windows of the held-out text; for the log, not for quoting."""
+def quick_bpb(model, held: np.ndarray, held_bytes: int, windows=64, T=512) -> float:
+    """Bits per byte over the first windows of the held-out text, attending to every row; for the log only."""
     model.eval()
     total = 0.0
     for i in range(0, windows, 8):
         part = torch.from_numpy(np.stack([held[j * T : j * T + T + 1] for j in range(i, i + 8)]).astype(np.int64))
-        total += model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mode=mode)[0].item() * 8 * T
+        total += model.loss(part[:, :-1].contiguous(), part[:, 1:].contiguous(), mode="dense")[0].item() * 8 * T
     model.train()
     return total / (windows * T) / math.log(2) * (len(held) - 1) / held_bytes
 
@@ -283,10 +281,11 @@ def main() -> None:
     while not stopping and tokens < args.total_tokens and not (args.max_steps and step - first_step >= args.max_steps):
         began = time.time()
         done = tokens / args.total_tokens
-        mode = "topk" if done >= TOPK_FROM else "dense"
+        mode = "learn" if done >= LATE_FROM else "dense"
+        sparse = torch.tensor(done >= TOPK_FROM)
         rate = rate_at(step, done)
         ids, targets, pos = make_batch(sources, step, done)
-        loss, kl = model.loss(ids, targets, pos, mode, want_kl=done >= KL_FROM)
+        loss, kl = model.loss(ids, targets, pos, mode, sparse if mode == "learn" else None)
         (loss + kl).backward()
         opt.step(rate)
         balance_experts(model.blocks, rate)
@@ -298,14 +297,14 @@ def main() -> None:
         seconds += took
         if step % 10 == 0 or step - first_step <= 5:
             note(step=step, tokens=tokens, loss=round(value, 4), smooth=round(smooth, 4), rate=round(rate, 4), kl=round(kl, 4),
-                 mode=mode, shape=list(ids.shape), tok_s=round(ids.numel() / took), seconds=round(seconds))  # fmt: skip
+                 mode="topk" if sparse else mode, shape=list(ids.shape), tok_s=round(ids.numel() / took), seconds=round(seconds))  # fmt: skip
         if step % args.save_every == 0:
             checkpoint_now()
-            note(step=step, tokens=tokens, seconds=round(seconds), mode=mode,
-                 held_bpb=round(quick_bpb(model, held, held_bytes, mode), 4))  # fmt: skip
+            note(step=step, tokens=tokens, seconds=round(seconds),
+                 held_bpb=round(quick_bpb(model, held, held_bytes), 4))  # fmt: skip
     checkpoint_now()
     note(event="end", step=step, tokens=tokens, seconds=round(seconds),
-         held_bpb=round(quick_bpb(model, held, held_bytes, "topk" if tokens >= TOPK_FROM * args.total_tokens else "dense"), 4))  # fmt: skip
+         held_bpb=round(quick_bpb(model, held, held_bytes), 4))  # fmt: skip
 
 
 if __name__ == "__main__":
