@@ -135,7 +135,7 @@ def first_letter(r):
     return f"What is the first letter of {word}?", f"The word {word} begins with {word[0]}.", f"The first letter of {word} is {word[0]}."
 
 
-PLAIN = [greeting, fact, sum_of_two, repeat_words, repeat_words, introduce, snippet, first_letter]
+PLAIN = [greeting, fact, sum_of_two, repeat_words, repeat_words, repeat_words, introduce, snippet, first_letter]
 
 
 # --------------------------------------------------------------------------
@@ -146,140 +146,147 @@ def tool(name, description, properties, required=None):
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
+# Each returns a tool and a function that makes requests for it: (request, arguments, result, answer).
 def weather(r):
-    city = r.choice(CITIES)
+    name = r.choice(["get_weather", "get_weather", "get_current_weather"])
     description = r.choice(["Get the weather", "Weather of a city", "Get the current weather in a city", "Get the weather for a location"])
     key = r.choice(["city", "city", "location"])
     schema = {"type": "string"} if r.random() < 0.6 else {"type": "string", "description": f"Name of the {key}"}
-    question = r.choice(
-        [
-            f"What is the weather in {city}?",
-            f"What's the weather like in {city}?",
-            f"How is the weather in {city} today?",
-            f"Weather in {city}?",
-            f"Tell me the weather in {city}.",
-        ]
-    )
-    degrees = r.randint(-5, 35)
-    result = r.choice([f'{{"temperature": {degrees}}}', f"{degrees} degrees", f"{degrees} degrees and sunny"])
-    return (
-        tool(r.choice(["get_weather", "get_weather", "get_current_weather"]), description, {key: schema}),
-        question,
-        {key: city},
-        result,
-        f"It is {degrees} degrees in {city}.",
-    )
+
+    def ask():
+        city, degrees = r.choice(CITIES), r.randint(-5, 35)
+        request = r.choice(
+            [
+                f"What is the weather in {city}?",
+                f"What's the weather like in {city}?",
+                f"How is the weather in {city} today?",
+                f"Weather in {city}?",
+                f"Tell me the weather in {city}.",
+            ]
+        )
+        result = r.choice([f'{{"temperature": {degrees}}}', f"{degrees} degrees", f"{degrees} degrees and sunny"])
+        return request, {key: city}, result, f"It is {degrees} degrees in {city}."
+
+    return tool(name, description, {key: schema}), ask
 
 
 def add_numbers(r):
-    a, b = r.randint(0, 99), r.randint(0, 99)
     number = {"type": r.choice(["number", "integer"])}
-    question = r.choice([f"Add {a} and {b}.", f"What is {a} + {b}?", f"Use add to add {a} and {b}."])
-    return tool("add", r.choice(["Add two numbers", "Adds numbers"]), {"a": number, "b": number}), question, {"a": a, "b": b}, str(a + b), f"The sum is {a + b}."
+
+    def ask():
+        a, b = r.randint(0, 99), r.randint(0, 99)
+        request = r.choice([f"Add {a} and {b}.", f"What is {a} + {b}?", f"Use add to add {a} and {b}."])
+        return request, {"a": a, "b": b}, str(a + b), f"The sum is {a + b}."
+
+    return tool("add", r.choice(["Add two numbers", "Adds numbers"]), {"a": number, "b": number}), ask
 
 
 def read_file(r):
-    path = r.choice(FILES)
-    word = r.choice(THINGS)
-    question = r.choice([f"Read {path}.", f"Read the file {path}.", f"What is in {path}?", f"Please read {path}"])
-    return tool("read_file", "Read a file", {"path": {"type": "string"}}), question, {"path": path}, word, f"The file {path} says: {word}"
+    def ask():
+        path, word = r.choice(FILES), r.choice(THINGS)
+        request = r.choice([f"Read {path}.", f"Read the file {path}.", f"What is in {path}?", f"Please read {path}"])
+        return request, {"path": path}, word, f"The file {path} says: {word}"
+
+    return tool("read_file", "Read a file", {"path": {"type": "string"}}), ask
 
 
 def search(r):
-    words = " ".join(r.sample(THINGS, r.randint(1, 3)))
-    question = r.choice([f"Search for {words}.", f"Search: {words}", f"Look up {words}."])
-    found = r.choice(THINGS)
-    return tool("search", r.choice(["Search the web", "Search documents"]), {"query": {"type": "string"}}), question, {"query": words}, found, f"I found: {found}"
+    def ask():
+        words, found = " ".join(r.sample(THINGS, r.randint(1, 3))), r.choice(THINGS)
+        request = r.choice([f"Search for {words}.", f"Search: {words}", f"Look up {words}."])
+        return request, {"query": words}, found, f"I found: {found}"
+
+    return tool("search", r.choice(["Search the web", "Search documents"]), {"query": {"type": "string"}}), ask
 
 
 def get_time(r):
-    city = r.choice(CITIES)
-    hour = f"{r.randint(0, 23):02d}:{r.randint(0, 59):02d}"
-    question = r.choice([f"What time is it in {city}?", f"Tell me the time in {city}."])
-    return tool("get_time", "Get the time in a city", {"city": {"type": "string"}}), question, {"city": city}, hour, f"It is {hour} in {city}."
+    def ask():
+        city, hour = r.choice(CITIES), f"{r.randint(0, 23):02d}:{r.randint(0, 59):02d}"
+        request = r.choice([f"What time is it in {city}?", f"Tell me the time in {city}."])
+        return request, {"city": city}, hour, f"It is {hour} in {city}."
+
+    return tool("get_time", "Get the time in a city", {"city": {"type": "string"}}), ask
 
 
 def value_for(r, key):
     if key in ("count", "limit", "level", "size", "day"):
-        return r.randint(1, 99), {"type": r.choice(["integer", "number"])}
-    if key in ("path",):
-        return r.choice(FILES), {"type": "string"}
-    if key in ("city",):
-        return r.choice(CITIES), {"type": "string"}
-    if key in ("name", "user_id"):
-        return r.choice(NAMES), {"type": "string"}
-    return r.choice(THINGS), {"type": "string"}
+        return r.randint(1, 99)
+    pool = {"path": FILES, "city": CITIES, "name": NAMES, "user_id": NAMES}.get(key, THINGS)
+    return r.choice(pool)
 
 
 def named_call(r):
     """The request spells out name and arguments."""
-    name = f"{r.choice(VERBS)}_{r.choice(NOUNS)}"
+    verb, noun = r.choice(VERBS), r.choice(NOUNS)
+    name = f"{verb}_{noun}"
     keys = r.sample(KEYS, r.randint(1, 2))
-    values, properties = {}, {}
-    for key in keys:
-        values[key], properties[key] = value_for(r, key)
-    spelled = " and ".join(f"{k} {v}" for k, v in values.items())
-    equals = ", ".join(f"{k}={v}" for k, v in values.items())
-    question = r.choice([f"Call {name} with {spelled}.", f"Use {name} with {spelled}.", f"Please call {name} with {equals}.", f"Run {name}: {equals}"])
-    verb, noun = name.split("_", 1)
-    result = r.choice(["ok", "done", r.choice(THINGS)])
-    return tool(name, f"{verb.capitalize()} a {noun}", properties), question, values, result, f"The result is {result}."
+    kinds = {k: {"type": "integer" if isinstance(value_for(r, k), int) else "string"} for k in keys}
+
+    def ask():
+        values = {k: value_for(r, k) for k in keys}
+        spelled = " and ".join(f"{k} {v}" for k, v in values.items())
+        equals = ", ".join(f"{k}={v}" for k, v in values.items())
+        request = r.choice([f"Call {name} with {spelled}.", f"Use {name} with {spelled}.", f"Please call {name} with {equals}.", f"Run {name}: {equals}"])
+        result = r.choice(["ok", "done", r.choice(THINGS)])
+        return request, values, result, f"The result is {result}."
+
+    return tool(name, f"{verb.capitalize()} a {noun}", kinds), ask
 
 
 TOOLS = [weather, weather, add_numbers, read_file, search, get_time, named_call, named_call, named_call]
 
 
-def tool_conversation(r) -> tuple[list[dict], bool]:
-    thinking = r.random() < 0.3
-    offered, question, arguments, result, answer = r.choice(TOOLS)(r)
-    name = offered["function"]["name"]
-    tools = [offered]
-    for _ in range(r.choice([0, 0, 0, 1, 1, 2])):
-        other = r.choice(TOOLS)(r)[0]
-        if other["function"]["name"] not in [t["function"]["name"] for t in tools]:
-            tools.append(other)
-    r.shuffle(tools)
+def tool_conversation(r, rounds: int) -> list[dict]:
+    """Requests to functions that are all offered at the start; some need none of them."""
+    offers = {}
+    for _ in range(r.choice([1, 1, 1, 2, 2, 3])):
+        offered, ask = r.choice(TOOLS)(r)
+        offers.setdefault(offered["function"]["name"], (offered, ask))
     system = {"role": "system", "content": r.choice(["", "", *SYSTEMS])}
-    offer = system | {"tools": tools}
-    kind = r.random()
-    if kind < 0.12:  # offered, but the request does not match
-        request, reasoning, text = r.choice(PLAIN)(r)
-        if not (name == "add" and "+" in text):
-            return turn(offer, request, f"{reasoning} No function is needed.", text, thinking), thinking
-    if kind < 0.20:  # a matching request without any offer
+    if r.random() < 0.06:  # a fitting request without any offer
+        name, (_, ask) = r.choice(list(offers.items()))
         if name != "add":
             text = "I cannot do that: I have no function for it."
-            return turn(system, question, "There is no function for this.", text, thinking), thinking
-    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-    messages = [offer, {"role": "user", "content": question}]
-    messages.append({"role": "assistant", "content": "", "reasoning_content": f"I call {name}.", "tool_calls": [call]})
-    if r.random() < 0.55:
-        messages.append({"role": "tool", "tool_call_id": "c1", "content": result})
-        messages.append({"role": "assistant", "reasoning_content": "I have the result.", "content": answer})
-    return messages, thinking
+            return turn(system, ask()[0], "There is no function for this.", text)
+    messages = [system | {"tools": [offered for offered, _ in offers.values()]}]
+    for i in range(rounds):
+        if r.random() < 0.15:
+            request, reasoning, text = r.choice(PLAIN)(r)
+            if not ("add" in offers and "+" in text):
+                messages += turn(None, request, f"{reasoning} No function is needed.", text)
+                continue
+        name = r.choice(list(offers))
+        request, arguments, result, answer = offers[name][1]()
+        call = {"id": f"c{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        messages.append({"role": "user", "content": request})
+        messages.append({"role": "assistant", "content": "", "reasoning_content": f"I call {name}.", "tool_calls": [call]})
+        if i < rounds - 1 or r.random() < 0.5:
+            messages.append({"role": "tool", "tool_call_id": f"c{i}", "content": result})
+            messages.append({"role": "assistant", "reasoning_content": "I have the result.", "content": answer})
+    return messages
 
 
-def turn(system, request, reasoning, text, thinking) -> list[dict]:
-    return [
-        system,
-        {"role": "user", "content": request},
-        {"role": "assistant", "reasoning_content": reasoning, "content": text},
-    ]
+def turn(system, request, reasoning, text) -> list[dict]:
+    messages = [{"role": "user", "content": request}, {"role": "assistant", "reasoning_content": reasoning, "content": text}]
+    return messages if system is None else [system, *messages]
 
 
-def plain_conversation(r) -> tuple[list[dict], bool]:
+def plain_conversation(r, rounds: int) -> list[dict]:
     messages = []
     if r.random() < 0.4:
         messages.append({"role": "system", "content": r.choice(SYSTEMS)})
-    for _ in range(r.choice([1, 1, 1, 2, 3])):
-        request, reasoning, text = r.choice(PLAIN)(r)
-        messages.append({"role": "user", "content": request})
-        messages.append({"role": "assistant", "reasoning_content": reasoning, "content": text})
-    return messages, r.random() < 0.3
+    for _ in range(rounds):
+        messages += turn(None, *r.choice(PLAIN)(r))
+    return messages
 
 
 def conversation(r, encoder: Encoder) -> tuple[str, list[dict], bool]:
-    messages, thinking = tool_conversation(r) if r.random() < 0.5 else plain_conversation(r)
+    """Text, messages and whether in thinking mode. Several rounds share one tools block and train more answers a token."""
+    if r.random() < 0.5:
+        messages = tool_conversation(r, r.choice([1, 2, 3, 4, 5]))
+    else:
+        messages = plain_conversation(r, r.choice([1, 2, 3, 4, 5]))
+    thinking = r.random() < 0.3
     effort = r.choice(["low", "low", "low", "high", "max"])
     return encoder.encode(messages, thinking, effort), messages, thinking
 
