@@ -423,7 +423,7 @@ class Attention(nn.Module):
         """`x [B, T, D]` -> `[B, T, D]` and, in mode `learn`, the indexer's loss.
 
         mode: `dense` all visible compressed rows; `topk` those the indexer picks;
-        `exact` the same with ties to the older row (slow); `random` as many at random;
+        `exact` the same with ties to the older row; `random` as many at random;
         `learn` like `topk` where the scalar tensor `sparse` is true, else like `dense`.
         """
         B, T, _ = x.shape
@@ -504,10 +504,12 @@ def chosen_rows(scores, seen, topk: int, mode: str):
     if mode == "random":
         scores = torch.rand(seen.shape)
     scores = scores.detach().masked_fill(~seen, NEG)
-    if mode == "exact":
-        picked = torch.sort(scores, stable=True, dim=-1, descending=True).indices[..., :topk]
-    else:
-        picked = scores.topk(topk, -1).indices
+    if mode == "exact":  # among equal scores the oldest rows win
+        last = scores.topk(topk, -1).values[..., -1:]
+        above, equal = scores > last, scores == last
+        free = topk - above.sum(-1, keepdim=True)
+        return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= free))
+    picked = scores.topk(topk, -1).indices
     return torch.zeros(seen.shape, dtype=torch.bool).scatter(-1, picked, True)
 
 
