@@ -1,8 +1,8 @@
 """Measures a checkpoint folder. Every quoted number of nano comes from here.
 
-    python evaluate.py bpb     --model DIR [--windows 512,2048,8192,32768] [--mode exact]
+    python evaluate.py bpb     --model DIR [--windows 512,2048] [--mode exact] [--bytes N]
     python evaluate.py indexer --model DIR [--window 2048]
-    python evaluate.py drafter --model DIR [--prompts 256]
+    python evaluate.py drafter --model DIR [--prompts 128]
     python evaluate.py chat    --model DIR --checks RUN_DIR/chat-check.jsonl
     python evaluate.py generate --model DIR --prompt "def fibonacci(n):"
     python evaluate.py reference --model DIR --oracle ORACLE_DIR
@@ -32,8 +32,9 @@ from model import lin, rms, wide
 BLOCK = 128  # sequence lengths are multiples of this
 
 
-def held_out_ids(folder: Path, text_file: Path):
-    text = text_file.read_bytes()
+def held_out_ids(folder: Path, text_file: Path, num_bytes: int = 0):
+    """BOS and the ids of the text, or of its first `num_bytes`, and the number of bytes."""
+    text = text_file.read_bytes()[: num_bytes or None]
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text.decode()).ids
     return np.array([0] + ids, np.int64), len(text)
 
@@ -64,7 +65,7 @@ def bits_per_byte(trunk, ids: np.ndarray, num_bytes: int, window: int, mode: str
 
 def command_bpb(args):
     trunk, _ = load_checkpoint(args.model)
-    ids, size = held_out_ids(args.model, args.text)
+    ids, size = held_out_ids(args.model, args.text, args.bytes)
     for window in map(int, args.windows.split(",")):
         began = time.time()
         value = bits_per_byte(trunk, ids, size, window, args.mode)
@@ -207,9 +208,9 @@ def main() -> None:
             kind = Path if option in ("checks", "oracle") else type(default)
             p.add_argument(f"--{option}", type=kind, default=default, required=default is None)
 
-    command("bpb", windows="2048", mode="exact")
+    command("bpb", windows="2048", mode="exact", bytes=0)
     command("indexer", window=2048)
-    command("drafter", prompts=256, context=512)
+    command("drafter", prompts=128, context=248)
     command("chat", checks=None, verbose=0)
     command("generate", prompt="def fibonacci(n):", tokens=64)
     command("reference", oracle=None, tokens=1024)

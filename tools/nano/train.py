@@ -3,13 +3,13 @@
     python train.py --run RUN_DIR --total-tokens 20e6
 
 Stops at `--total-tokens` and can be stopped (SIGTERM) and started again at any time: the
-newest checkpoint in RUN_DIR (`trunk.pt`) carries weights, optimizer, counters and
+checkpoint in RUN_DIR (`trunk.pt`) carries weights, optimizer, counters and
 the step, and every random choice is a function of the seed and the step. The
 schedule is warm up, hold, decay over the last 40 % of the tokens, counted in
 tokens: restarting with another total moves the decay. To train a finished model
 further, restart with a larger total; the rate goes back up and decays again.
 
-Reads `core.npy`, `tests.npy`, `held.npy` and, from `--chat-from` on, `chat.npy`.
+Reads `core.npy`, `tests.npy`, `held.npy`, `data.json` and, if it is there, `chat.npy`.
 Writes `trunk.pt` and one JSON object a line to `train-log.jsonl`.
 """
 
@@ -31,7 +31,7 @@ SEED = 1
 WARM_STEPS = 40
 DECAY = 0.4  # share of the tokens over which the rate falls
 LIBRARY = 0.5  # share of library text; the rest is tests
-CHAT, CHAT_LATE = 0.08, 0.35  # share of chat text before and during the decay
+CHAT = 0.08  # share of chat text before the decay
 LATE_FROM = 0.6  # when long sequences join and the indexer starts to learn
 TOPK_FROM = 0.78  # when it starts to choose
 GAP_SHARE = 0.35  # of the sequences after LATE_FROM: a jump in the positions (see `positions`)
@@ -76,10 +76,10 @@ def positions(rng, length: int, done: float) -> torch.Tensor:
     return torch.from_numpy(pos)
 
 
-def make_batch(sources: dict, step: int, done: float):
+def make_batch(sources: dict, step: int, done: float, late_chat: float):
     rng = np.random.default_rng([SEED, step])
     B, T = shape_at(step, done)
-    chat = (CHAT_LATE if done >= 1 - DECAY else CHAT) if "chat" in sources else 0.0
+    chat = (late_chat if done >= 1 - DECAY else CHAT) if "chat" in sources else 0.0
     rows = []
     for _ in range(B):
         u = rng.random()
@@ -222,6 +222,7 @@ def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--run", type=Path, required=True)
     ap.add_argument("--total-tokens", type=float, required=True)
+    ap.add_argument("--late-chat", type=float, default=0.35, help="share of chat text during the decay")
     ap.add_argument("--threads", type=int, default=2)
     ap.add_argument("--save-every", type=int, default=150, help="steps between checkpoints and evaluations")
     ap.add_argument("--max-steps", type=int, default=0, help="stop early, for measurements")
@@ -284,7 +285,7 @@ def main() -> None:
         mode = "learn" if done >= LATE_FROM else "dense"
         sparse = torch.tensor(done >= TOPK_FROM)
         rate = rate_at(step, done)
-        ids, targets, pos = make_batch(sources, step, done)
+        ids, targets, pos = make_batch(sources, step, done, args.late_chat)
         loss, kl = model.loss(ids, targets, pos, mode, sparse if mode == "learn" else None)
         (loss + kl).backward()
         opt.step(rate)
