@@ -1,5 +1,6 @@
 //! The `troika` command. Flags are read here once into plain structs; each command has a file in `commands`.
 
+mod builtin;
 mod commands;
 mod model_source;
 mod progress;

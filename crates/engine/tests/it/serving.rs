@@ -199,8 +199,10 @@ fn a_listener_without_room_pauses_its_own_request_only() {
     let ended = |events: &[Event]| matches!(events.last(), Some(Event::Finished { .. }));
     wait_until("it goes on", || ended(&gate.0.lock().expect("not poisoned").1));
     let events = &gate.0.lock().expect("not poisoned").1;
-    let tokens: Vec<u32> =
-        events.iter().filter_map(|event| if let Event::Token { token, .. } = event { Some(*token) } else { None }).collect();
+    let tokens: Vec<u32> = events
+        .iter()
+        .filter_map(|event| if let Event::Token { token, .. } = event { Some(*token) } else { None })
+        .collect();
     assert_eq!(tokens, want, "in order, none lost");
 }
 
