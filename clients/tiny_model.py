@@ -13,6 +13,9 @@ MARKERS = [
 ]
 TEXTS = '''TOOLS_TEMPLATE = """Tools: {tool_schemas} {dsml_token} {thinking_start_token} {thinking_end_token}"""
 response_format_template = """Form: {schema}"""
+REASONING_EFFORT_LOW = ""
+REASONING_EFFORT_HIGH = "Think."
+REASONING_EFFORT_MAX = "Think hard."
 '''
 
 

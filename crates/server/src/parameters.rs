@@ -108,6 +108,7 @@ pub const PARAMETERS: &[Parameter] = &[
     row("store", [N, N, R, A]),
     row("user", [N, N, R, N]),
     row("metadata", [N, N, N, N]),
+    row("client_metadata", [R, R, R, N]),
     row("prompt_cache_key", [N, N, R, N]),
     row("prompt_cache_retention", [N, N, R, N]),
     row("safety_identifier", [N, N, R, N]),

@@ -119,6 +119,8 @@ fn plan(client: Client, url: &str, model: &str, key: Option<&str>) -> Plan {
                 "model_provider=\"troika\"".into(),
                 format!("model={}", quoted(model)),
                 "web_search=\"disabled\"".into(),
+                // Its tools come in a `namespace`, which we do not know.
+                "features.multi_agent=false".into(),
             ];
             let arguments = settings.into_iter().flat_map(|setting| ["-c".to_owned(), setting]).collect();
             (Some("codex"), vec![("TROIKA_API_KEY", shown_key)], arguments)

@@ -4,8 +4,8 @@ use serde_json::Value;
 use troika_prompt::{Conversation, Effort, LastAssistant, Message, ToolCall, UserBlock};
 
 use super::{
-    Asked, Chat, Prompt, ReplyFormat, Thinking, append, model_turn, parse_stops, parse_stream, parse_text_part,
-    parse_texts,
+    Asked, Chat, Prompt, ReplyFormat, Thinking, append, ends_with_user, model_turn, parse_stops, parse_stream,
+    parse_text_part, parse_texts,
     tools::{parse_anthropic_choice, parse_anthropic_tools, parse_format},
     unsupported_type,
 };
@@ -30,7 +30,8 @@ pub(super) fn parse(fields: &mut Fields, state: &ServerState) -> Result<Asked, A
     // A model's message at the end is the beginning of its answer.
     let last_assistant = match messages.last() {
         Some(Message::Assistant { .. }) => LastAssistant::Continued,
-        _ => LastAssistant::Closed,
+        _ if ends_with_user(&messages) => LastAssistant::Closed,
+        _ => return Err(fields.must_be("messages", "a list with a message of the user's")),
     };
     let conversation = Conversation { messages, tools: offer.tools.clone(), response_format: format.schema().cloned() };
     let asked = Asked::new(fields, state, Prompt::Chat(Chat { conversation, thinking, last_assistant, offer }))?;
@@ -82,7 +83,11 @@ fn parse_messages(fields: &mut Fields, messages: &mut Vec<Message>) -> Result<()
                 messages.push(Message::User { blocks });
             }
             Some("assistant") => parse_model_blocks(&mut message, messages)?,
-            _ => return Err(message.must_be("role", "`user` or `assistant`; system texts go to `system`")),
+            Some("system") => {
+                let texts = parse_texts(&mut message, "content", &["text"])?;
+                messages.push(Message::system(message.require("content", texts)?.join("\n\n")));
+            }
+            _ => return Err(message.must_be("role", "`user`, `assistant` or `system`")),
         }
         message.refuse_unknown()?;
     }

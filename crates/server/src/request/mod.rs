@@ -337,6 +337,12 @@ fn model_turn(messages: &mut Vec<Message>) -> (&mut Option<String>, &mut String,
     }
 }
 
+/// Whether the model can answer: the last message is a user's or a tool's. System messages after it are reminders.
+fn ends_with_user(messages: &[Message]) -> bool {
+    let mut spoken = messages.iter().rev().skip_while(|message| matches!(message, Message::System { .. }));
+    matches!(spoken.next(), Some(Message::User { .. }))
+}
+
 fn append(text: &mut Option<String>, more: &str) {
     text.get_or_insert_default().push_str(more);
 }

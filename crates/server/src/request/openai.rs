@@ -4,8 +4,8 @@ use serde_json::Value;
 use troika_prompt::{Conversation, LastAssistant, Message, ToolCall, UserBlock};
 
 use super::{
-    Asked, Chat, DEFAULT_COMPLETION_TOKENS, Delivery, MAX_CHOICES, MAX_TOP_LOGPROBS, Prompt, Thinking, parse_stops,
-    parse_texts,
+    Asked, Chat, DEFAULT_COMPLETION_TOKENS, Delivery, MAX_CHOICES, MAX_TOP_LOGPROBS, Prompt, Thinking, ends_with_user,
+    parse_stops, parse_texts,
     tools::{parse_format, parse_openai_choice, parse_openai_tools},
 };
 use crate::{
@@ -134,7 +134,7 @@ fn parse_messages(value: Option<Value>) -> Result<Vec<Message>, ApiError> {
     };
     let messages = values.into_iter().enumerate().map(|(idx, value)| parse_message(idx, value));
     let messages: Vec<Message> = messages.collect::<Result<_, _>>()?;
-    if !matches!(messages.last(), Some(Message::User { .. })) {
+    if !ends_with_user(&messages) {
         return Err(ApiError::invalid("messages", "The last of `messages` must have the role `user` or `tool`."));
     }
     Ok(messages)

@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 use troika_prompt::{Conversation, LastAssistant, Message, ToolCall, UserBlock};
 
 use super::{
-    Asked, Chat, Prompt, ReplyFormat, ResponseAsked, Thinking, append, model_turn, parse_stream, parse_texts,
+    Asked, Chat, Prompt, ReplyFormat, ResponseAsked, Thinking, append, ends_with_user, model_turn, parse_stream,
+    parse_texts,
     tools::{parse_flat_tools, parse_format, parse_openai_choice},
 };
 use crate::{
@@ -51,7 +52,7 @@ pub(super) fn parse(fields: &mut Fields, state: &ServerState, store: &ResponseSt
             parse_item(Fields::of(&format!("{list}[{idx}]"), item)?, &mut messages)?;
         }
     }
-    if !matches!(messages.last(), Some(Message::User { .. })) {
+    if !ends_with_user(&messages) {
         return Err(fields.must_be("input", "a text, or items of which the last is a user's or a tool's"));
     }
     let (tools, names) = parse_flat_tools(fields)?;

@@ -214,7 +214,7 @@ async fn what_is_refused() {
     for (more, status, kind, word) in [
         (json!({"max_tokens": null}), 400, "invalid_request_error", "max_tokens"),
         (json!({"messages": []}), 400, "invalid_request_error", "messages"),
-        (json!({"messages": [{"role": "system", "content": "x"}]}), 400, "invalid_request_error", "messages[0].role"),
+        (json!({"messages": [{"role": "system", "content": "x"}]}), 400, "invalid_request_error", "`messages`"),
         (
             json!({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
             400,
