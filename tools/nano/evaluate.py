@@ -1,7 +1,7 @@
 """Measures a checkpoint folder. Every quoted number of nano comes from here.
 
     python evaluate.py bpb     --model DIR [--windows 512,2048] [--mode exact] [--bytes N]
-    python evaluate.py indexer --model DIR [--window 2048]
+    python evaluate.py indexer --model DIR [--window 2048] [--bytes N]
     python evaluate.py drafter --model DIR [--prompts 128]
     python evaluate.py chat    --model DIR --checks RUN_DIR/chat-check.jsonl
     python evaluate.py generate --model DIR --prompt "def fibonacci(n):"
@@ -75,7 +75,7 @@ def command_bpb(args):
 
 def command_indexer(args):
     trunk, _ = load_checkpoint(args.model)
-    ids, size = held_out_ids(args.model, args.text)
+    ids, size = held_out_ids(args.model, args.text, args.bytes)
     torch.manual_seed(0)
     for label, mode in (("chosen by the indexer", "exact"), ("chosen at random", "random"), ("every row", "dense")):
         value = bits_per_byte(trunk, ids, size, args.window, mode)
@@ -91,38 +91,46 @@ def greedy(trunk, prompts: list[list[int]], count: int) -> list[list[int]]:
         batch = pad([np.array(r) for r in rows], length)
         x, _, _ = trunk.streams(batch, mode="exact")
         last = torch.tensor([i * length + len(r) - 1 for i, r in enumerate(rows)])
-        logits = wide(lin(rms(trunk.hc_head(x[last]), trunk.norm), trunk.head))
-        for r, token in zip(rows, logits.argmax(-1).tolist()):
+        for r, token in zip(rows, trunk_choice(trunk, x[last]).tolist()):
             r.append(token)
     return [r[len(p) :] for r, p in zip(rows, prompts)]
 
 
+def trunk_choice(trunk, streams):
+    """Greedy tokens of streams `[M, 4, D]`."""
+    return wide(lin(rms(trunk.hc_head(streams), trunk.norm), trunk.head)).argmax(-1)
+
+
 @torch.no_grad()
 def command_drafter(args):
-    """Drafts after greedy tokens of the trunk on held-out prompts, and how far the trunk agrees."""
+    """Drafts on held-out prompts behind the trunk's own next token, and how much of them a greedy trunk accepts."""
     trunk, drafter = load_checkpoint(args.model)
     ids, _ = held_out_ids(args.model, args.text)
     n, context = drafter.block, args.context
     starts = np.linspace(0, len(ids) - context - 1, args.prompts).astype(int)
+    length = -(-(context + n + 1) // BLOCK) * BLOCK
     accepted = np.zeros(n)
     trusted, lengths = [], []
     for i in range(0, len(starts), 8):
-        prompts = [ids[s : s + context].tolist() for s in starts[i : i + 8]]
-        continuation = torch.tensor(greedy(trunk, prompts, n + 1))  # the anchor, then what the trunk would say
-        _, _, taps = trunk.streams(torch.tensor(prompts), mode="exact", taps=drafter.taps)
-        taps = torch.cat(taps, -1).view(len(prompts), context, -1)
-        anchors = torch.full((len(prompts), 1), context)
-        drafts, confidence = drafter.draft(trunk, taps, anchors, continuation[:, :1])
-        same = (drafts[:, 0] == continuation[:, 1:]).numpy()
-        prefix = np.cumprod(same, 1)
+        prompts = [ids[s : s + context] for s in starts[i : i + 8]]
+        x, _, taps = trunk.streams(pad(prompts, length), mode="exact", taps=drafter.taps)
+        anchor = trunk_choice(trunk, x.view(len(prompts), length, 4, -1)[:, context - 1])
+        taps = torch.cat(taps, -1).view(len(prompts), length, -1)
+        drafts, confidence = drafter.draft(trunk, taps, torch.full((len(prompts), 1), context), anchor[:, None])
+        # verification as in serving: one pass over the anchor and the whole draft
+        rows = [np.concatenate([p, [a], d]) for p, a, d in zip(prompts, anchor.tolist(), drafts[:, 0].numpy())]
+        x, _, _ = trunk.streams(pad(rows, length), mode="exact")
+        wanted = trunk_choice(trunk, x.view(len(prompts), length, 4, -1)[:, context : context + n].flatten(0, 1))
+        prefix = np.cumprod((drafts[:, 0] == wanted.view(-1, n)).numpy(), 1)
         accepted += prefix.sum(0)
         lengths += prefix.sum(1).tolist()
         trusted.append(torch.sigmoid(confidence[:, 0]).mean(0).numpy())
     rate = accepted / len(starts)
-    conditional = rate / np.concatenate([[1.0], rate[:-1]])
+    before = np.concatenate([[1.0], rate[:-1]])
+    conditional = np.divide(rate, before, out=np.zeros(n), where=before > 0)
     print(json.dumps({"prompts": len(starts), "context": context, "accepted_to_position": rate.round(3).tolist(),
                       "accepted_given_before": conditional.round(3).tolist(), "tokens_per_step": round(1 + float(np.mean(lengths)), 3),
-                      "mean_confidence": np.mean(trusted, 0).round(3).tolist()}))  # fmt: skip
+                      "mean_confidence": np.mean(trusted, 0).astype(float).round(3).tolist()}))  # fmt: skip
 
 
 @torch.no_grad()
@@ -209,7 +217,7 @@ def main() -> None:
             p.add_argument(f"--{option}", type=kind, default=default, required=default is None)
 
     command("bpb", windows="2048", mode="exact", bytes=0)
-    command("indexer", window=2048)
+    command("indexer", window=2048, bytes=0)
     command("drafter", prompts=128, context=248)
     command("chat", checks=None, verbose=0)
     command("generate", prompt="def fibonacci(n):", tokens=64)

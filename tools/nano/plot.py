@@ -44,9 +44,10 @@ def main() -> None:
         right.text(0.3, value + 0.01, label, color="C3", fontsize=8)
     modes = [(t, steps[t]["mode"]) for t in tokens]
     for (_, before), (t, after) in zip(modes, modes[1:]):
-        if before == "dense" and after == "topk":
+        if before != "topk" and after == "topk":
             left.axvline(t / 1e6, color="C2", lw=0.8, ls=":")
             left.text(t / 1e6, 5.7, " top-k on", color="C2", fontsize=8)
+            break
     fig.tight_layout()
     fig.savefig(args.out)
 
