@@ -183,7 +183,7 @@ impl Runner {
         weights: &dyn WeightSource,
         options: RunnerOptions,
     ) -> Result<Self, RunnerError> {
-        let device = Arc::new(CpuDevice::start(options.cpu)?);
+        let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
         device.load(weights)?;
         let shape = state_shape(&config, &facts);
         let primary: Arc<dyn Device> = Arc::clone(&device) as Arc<dyn Device>;

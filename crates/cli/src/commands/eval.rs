@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
+use troika_base::NumericClass;
 use troika_engine::{Chunk, Runner, WantLogits};
 use troika_graph::Acceptance;
 use troika_prompt::{Tokenizer, encode_completion};
@@ -61,9 +62,10 @@ struct FileScore {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let class = args.model.class_or(NumericClass::Exact);
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
-    let mut runner = model.runner(args.model.runner_options())?;
+    let mut runner = model.runner(args.model.runner_options(class))?;
     let context = args.context as usize;
     let mut files = Vec::new();
     for path in &args.files {
@@ -73,7 +75,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         files.iter().fold((0.0, 0, 0), |(n, b, t), file| (n + file.nats, b + file.bytes, t + file.tokens));
     let report = Report {
         model: model.name,
-        class: args.model.class.name(),
+        class: class.name(),
         context,
         files,
         bits_per_byte: nats / LN_2 / bytes as f64,

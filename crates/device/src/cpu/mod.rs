@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use rayon::ThreadPoolBuilder;
 use rayon::prelude::*;
+use troika_base::NumericClass;
 use troika_graph::{NodeId, WeightSource};
 pub use troika_kernels::CpuLevel;
 use troika_kernels::{Ctx, Parallel};
@@ -39,16 +40,17 @@ impl Default for CpuOptions {
 pub struct CpuDevice {
     capabilities: Capabilities,
     weights: Arc<OnceLock<CpuWeights>>,
+    class: NumericClass,
     queue: Sender<Work>,
 }
 
 impl CpuDevice {
-    /// Starts the worker threads.
+    /// Starts the worker threads. `class` says in which form weights are kept, and so which products are integer ones.
     ///
     /// # Errors
     ///
     /// If they cannot be started.
-    pub fn start(options: CpuOptions) -> Result<Self, DeviceError> {
+    pub fn start(options: CpuOptions, class: NumericClass) -> Result<Self, DeviceError> {
         let failed = |reason: String| DeviceError::Threads { threads: options.threads, reason };
         let pool = ThreadPoolBuilder::new()
             .num_threads(options.threads)
@@ -67,7 +69,7 @@ impl CpuDevice {
             .name("cpu-queue".to_owned())
             .spawn(move || pool.install(move || worker.work_off(&work)))
             .map_err(|e| failed(e.to_string()))?;
-        Ok(Self { capabilities, weights, queue })
+        Ok(Self { capabilities, weights, class, queue })
     }
 }
 
@@ -77,7 +79,7 @@ impl Device for CpuDevice {
     }
 
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError> {
-        let loaded = CpuWeights::load(source)?;
+        let loaded = CpuWeights::load(source, self.class)?;
         assert!(self.weights.set(loaded).is_ok(), "weights are loaded once");
         Ok(())
     }

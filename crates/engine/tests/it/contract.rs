@@ -3,13 +3,13 @@
 use std::cell::RefCell;
 
 use proptest::prelude::*;
-use troika_base::SequenceId;
+use troika_base::{NumericClass, SequenceId};
 use troika_engine::{Chunk, Runner, RunnerOptions, WantLogits};
 use troika_graph::Acceptance;
 use troika_runtime::Priority;
 use troika_testkit::compare::assert_same_bits;
 
-use crate::support::{feed, one_shot, open, options};
+use crate::support::{CLASSES, feed, one_shot, open, options, options_for};
 
 fn tokens(seed: u64, n: usize) -> Vec<u32> {
     // A few lines of a splitmix generator; any spread of ids will do.
@@ -42,7 +42,11 @@ fn chunked(runner: &mut Runner, tokens: &[u32], sizes: &[usize]) -> Vec<f32> {
 
 #[test]
 fn chunking_changes_no_bit() {
-    let mut runner = open("tiny", options());
+    CLASSES.into_iter().for_each(chunking);
+}
+
+fn chunking(class: NumericClass) {
+    let mut runner = open("tiny", options_for(class));
     let tokens = tokens(1, 300);
     let want = one_shot(&mut runner, &tokens, 300);
     for sizes in [vec![1], vec![128], vec![127, 1, 1, 127, 4, 4, 3, 33], vec![100, 3, 1, 24, 64, 5, 2, 1, 100]] {
@@ -57,10 +61,14 @@ fn chunking_changes_no_bit() {
 
 #[test]
 fn thread_counts_change_no_bit() {
+    CLASSES.into_iter().for_each(thread_counts);
+}
+
+fn thread_counts(class: NumericClass) {
     let tokens = tokens(2, 200);
     let mut want: Option<Vec<f32>> = None;
     for threads in [1, 2, 3, 5] {
-        let mut options = options();
+        let mut options = options_for(class);
         options.cpu.threads = threads;
         let got = one_shot(&mut open("tiny", options), &tokens, 200);
         assert_same_bits(&format!("{threads} threads"), &got, want.get_or_insert_with(|| got.clone()));
@@ -78,7 +86,11 @@ fn layouts_change_no_bit() {
 
 #[test]
 fn neighbours_in_a_step_change_no_bit() {
-    let mut runner = open("tiny", options());
+    CLASSES.into_iter().for_each(neighbours);
+}
+
+fn neighbours(class: NumericClass) {
+    let mut runner = open("tiny", options_for(class));
     let prompts = [(4, 200), (5, 131), (6, 9)].map(|(seed, n)| tokens(seed, n));
     let want: Vec<Vec<f32>> = prompts.iter().map(|p| one_shot(&mut runner, p, p.len())).collect();
     let runner = RefCell::new(runner);
@@ -127,7 +139,11 @@ fn neighbours_in_a_step_change_no_bit() {
 /// Two and more chunks of one prompt in flight, and another prompt beside them.
 #[test]
 fn steps_in_flight_change_no_bit() {
-    let mut runner = open("tiny", options());
+    CLASSES.into_iter().for_each(in_flight);
+}
+
+fn in_flight(class: NumericClass) {
+    let mut runner = open("tiny", options_for(class));
     let (long, short) = (tokens(7, 260), tokens(8, 40));
     let want = [one_shot(&mut runner, &long, 260), one_shot(&mut runner, &short, 40)];
     for round in 0..8 {
@@ -159,7 +175,11 @@ fn steps_in_flight_change_no_bit() {
 /// Verification of drafts: whatever part of a chunk is kept, what follows is as if the rest had never been there.
 #[test]
 fn rolled_back_rows_leave_no_trace() {
-    let mut runner = open("tiny", RunnerOptions { draft_context: true, ..options() });
+    CLASSES.into_iter().for_each(roll_backs);
+}
+
+fn roll_backs(class: NumericClass) {
+    let mut runner = open("tiny", RunnerOptions { draft_context: true, ..options_for(class) });
     let tokens = tokens(9, 160);
     for start in [1, 3, 63, 125, 127, 128, 130] {
         let rest = &tokens[start + 6..];
