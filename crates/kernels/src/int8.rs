@@ -90,11 +90,20 @@ pub fn grouped_matmul(ctx: Ctx, x: &[f32], groups: usize, w: &Int8Matrix, out: &
                 for (t, sums) in block.clone().zip(&*sums) {
                     // SAFETY: each strip belongs to one task, and a strip of a row is written once.
                     let out = unsafe { out.piece(t * outputs + first..t * outputs + first + count) };
-                    out.copy_from_slice(&sums[..count]);
+                    copy_strip(sums, out);
                 }
             }
         }
     });
+}
+
+/// The first `out.len()` sums; a whole strip is one store.
+#[inline(always)]
+fn copy_strip(sums: &[f32; STRIP], out: &mut [f32]) {
+    match <&mut [f32; STRIP]>::try_from(&mut *out) {
+        Ok(out) => *out = *sums,
+        Err(_) => out.copy_from_slice(&sums[..out.len()]),
+    }
 }
 
 /// Into how many tasks `strips` go, of `work` multiply-adds for one output each.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, multiply, row_blocks, strip_tasks};
+use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, row_blocks, strip_tasks};
 use crate::Ctx;
 use crate::experts::{Routes, rows_of_tokens};
 use crate::parallel::{Disjoint, for_each_row, run_tasks};
@@ -189,7 +189,7 @@ fn run_parts<'a>(
                 for (r, sums) in block.clone().zip(&*sums) {
                     // SAFETY: each strip of a part belongs to one task, and parts have disjoint rows.
                     let out = unsafe { out.piece(r * dim + first..r * dim + first + count) };
-                    out.copy_from_slice(&sums[..count]);
+                    copy_strip(sums, out);
                 }
             }
         }

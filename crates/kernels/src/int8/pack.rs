@@ -4,7 +4,7 @@ use troika_base::{Format, StoredTensor};
 
 use super::{GROUP, STRIP};
 use crate::CpuLevel;
-use crate::formats::{Matrix, bf16_to_f32, e8m0_to_f32};
+use crate::formats::{Matrix, bf16_to_f32};
 
 /// Which column of a group stands at each place. A lane of 32 bits holds the low nibbles of four bytes of fp4 codes, the
 /// even columns, or their high nibbles, the odd ones; everything else follows this order.
@@ -147,14 +147,10 @@ impl Strip<'_> {
     }
 }
 
-/// Scale of doubled fp4 codes.
-#[inline(always)]
-pub(super) fn fp4_scale(code: u8) -> f32 {
-    e8m0_to_f32(code) * 0.5
-}
-
 /// Rounds 32 weights, calls `put` with the place and code of each, and returns their scale.
 fn round_group(x: &[f32; GROUP], mut put: impl FnMut(usize, i8)) -> u16 {
+    /// 1.5 · 2^23.
+    const ROUND: f32 = 12_582_912.0;
     /// bf16's quiet NaN.
     const NAN: u16 = 0x7fc0;
     let amax = x.iter().fold(0.0f32, |max, x| max.max(x.abs()));
@@ -166,7 +162,8 @@ fn round_group(x: &[f32; GROUP], mut put: impl FnMut(usize, i8)) -> u16 {
     let step = bf16_to_f32(scale);
     if step > 0.0 && step.is_normal() {
         for (place, &column) in ORDER.iter().enumerate() {
-            put(place, (x[column] / step).round_ties_even() as i8);
+            // Rounds to the nearest integer, which is left in the low mantissa bits.
+            put(place, (x[column] / step + ROUND).to_bits() as i8);
         }
         scale
     } else {

@@ -1,8 +1,8 @@
 //! Integer products in plain Rust.
 
-use super::pack::{Strip, fp4_scale};
+use super::pack::Strip;
 use super::{STRIP, XBlock};
-use crate::formats::{E2M1, bf16_to_f32};
+use crate::formats::{E2M1, bf16_to_f32, e8m0_to_f32};
 
 pub(super) fn multiply(w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
     let n = sums.len();
@@ -34,7 +34,7 @@ fn group(w: &Strip, g: usize) -> ([i8; 256], [f32; STRIP]) {
                     }
                 }
             }
-            (codes, scales.map(|scales| fp4_scale(scales[g])))
+            (codes, scales.map(|scales| e8m0_to_f32(scales[g]) * 0.5))
         }
     }
 }
