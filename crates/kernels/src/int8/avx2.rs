@@ -67,7 +67,7 @@ fn fp4_scales(scales: &[&[u8]; STRIP], first: usize, count: usize) -> [[f32; STR
     ];
     for (i, out) in out.iter_mut().enumerate() {
         let two = two_groups[i / 2];
-        let b = _mm256_cvtepu8_epi32(if i % 2 == 0 { two } else { _mm_unpackhi_epi64(two, two) });
+        let b = _mm256_cvtepu8_epi32(if i.is_multiple_of(2) { two } else { _mm_unpackhi_epi64(two, two) });
         // Zero stands for the subnormal 2^-127, 255 for NaN.
         let power = _mm256_max_epi32(_mm256_slli_epi32::<23>(b), _mm256_set1_epi32(0x0040_0000));
         let nan = _mm256_and_si256(_mm256_cmpeq_epi32(b, _mm256_set1_epi32(255)), _mm256_set1_epi32(0x0040_0000));
@@ -136,7 +136,7 @@ unsafe fn fp4_group(rows: &[&[u8]; STRIP], g: usize) -> [__m256i; 8] {
     // Twice the value of each code, plus 12.
     let table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     let half = |i: usize| {
-        let nibbles = if i % 2 == 0 { bytes[i / 2] } else { _mm256_srli_epi16::<4>(bytes[i / 2]) };
+        let nibbles = if i.is_multiple_of(2) { bytes[i / 2] } else { _mm256_srli_epi16::<4>(bytes[i / 2]) };
         _mm256_shuffle_epi8(table, _mm256_and_si256(nibbles, nibble))
     };
     std::array::from_fn(half)

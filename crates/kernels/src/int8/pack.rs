@@ -37,6 +37,7 @@ enum Form {
 }
 
 /// Eight outputs, fewer at the end of a matrix.
+#[expect(clippy::large_enum_variant, reason = "made and used on the stack, strip by strip")]
 pub(super) enum Strip<'a> {
     Fp4 {
         /// Codes of each output; the last one repeated where there are fewer.
