@@ -60,6 +60,9 @@ impl ModelArgs {
         }
         let weights = WeightTable::build(&checkpoint, check)?;
         spinner.finish_and_clear();
+        if let [first, rest @ ..] = weights.notes() {
+            tracing::warn!("{first} ({} more such notes: see `troika inspect`)", rest.len());
+        }
         let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_string_lossy().into_owned()));
         let name = name.unwrap_or_else(|| "model".to_owned());
         Ok(OpenModel::new(name, checkpoint.config().clone(), weights, Files::Dir(dir)))

@@ -417,15 +417,21 @@ impl Loop {
 
     fn fail(&mut self, message: &str) {
         tracing::error!(message, "the engine stopped");
-        lock(&self.status).failure = Some(message.to_owned());
+        {
+            let mut status = lock(&self.status);
+            status.failure = Some(message.to_owned());
+            (status.queued, status.running) = (0, 0);
+        }
         for live in self.requests.values_mut() {
             live.fail(message);
             live.deliver();
         }
         // Requests that came in meanwhile hear it too.
-        while let Ok(Command::Submit(mut live)) = self.commands.try_recv() {
-            live.fail(message);
-            live.deliver();
+        while let Ok(command) = self.commands.try_recv() {
+            if let Command::Submit(mut live) = command {
+                live.fail(message);
+                live.deliver();
+            }
         }
     }
 }

@@ -42,6 +42,12 @@ pub enum RunnerError {
     /// A step failed. The sequences it held are gone.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
+    /// The `official` class turns index rows by a Hadamard transform, which exists for powers of two only.
+    #[error("class official needs an `index_head_dim` that is a power of two; this model has {index_head_dim}")]
+    IndexWidth {
+        /// Width of an index row.
+        index_head_dim: usize,
+    },
     /// A token id the vocabulary does not have.
     #[error("token {token} is not in the vocabulary of {vocab_size}")]
     Token {
@@ -176,13 +182,17 @@ impl Runner {
     ///
     /// # Errors
     ///
-    /// If a device cannot be started or refuses the weights.
+    /// If a device cannot be started or refuses the weights, or the model is of a shape that `class` cannot compute.
     pub fn new(
         config: ModelConfig,
         facts: ModelFacts,
         weights: &dyn WeightSource,
         options: RunnerOptions,
     ) -> Result<Self, RunnerError> {
+        let has_csa = (0..config.num_hidden_layers).any(|layer| config.layer_kind(layer) == LayerKind::Csa);
+        if options.class == NumericClass::Official && has_csa && !config.index_head_dim.is_power_of_two() {
+            return Err(RunnerError::IndexWidth { index_head_dim: config.index_head_dim });
+        }
         let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
         device.load(weights)?;
         let shape = state_shape(&config, &facts);
@@ -277,15 +287,14 @@ impl Runner {
     /// # Errors
     ///
     /// If a chunk is malformed (nothing has changed then) or the step failed.
+    ///
+    /// # Panics
+    ///
+    /// If other steps are in flight, whose results nobody would see: use [`Self::submit`] and [`Self::next_done`] then.
     pub fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Forward, RunnerError> {
-        let ticket = self.submit(chunks, Priority::Prefill)?;
-        loop {
-            let (done, forward) = self.next_done()?;
-            if done == ticket {
-                return Ok(forward);
-            }
-            self.recycle(forward);
-        }
+        assert!(self.pending.is_empty(), "`forward` needs an idle runner");
+        self.submit(chunks, Priority::Prefill)?;
+        Ok(self.next_done()?.1)
     }
 
     /// Queues one step. A sequence may be in several steps in flight; they run in the order of submission.
@@ -392,6 +401,10 @@ impl Runner {
     /// # Errors
     ///
     /// If there is no drafter, or the token or sequence is unknown.
+    ///
+    /// # Panics
+    ///
+    /// If other steps are in flight.
     pub fn draft(&mut self, sequence: SequenceId, anchor: u32) -> Result<Draft, RunnerError> {
         if self.facts().num_stages == 0 {
             return Err(RunnerError::NoDrafter { reason: "the checkpoint has no mtp.* tensors" });

@@ -230,7 +230,7 @@ impl Call<'_> {
                 let (kv, gate) = pool.token(position).expect("the block's tokens are kept");
                 entries.push((&kv[lane..], &gate[lane..]));
             }
-            kernels::pool(&entries, row);
+            kernels::pool_at(self.ctx.level, &entries, row);
             let serial = Ctx { level: self.ctx.level, par: &kernels::Serial };
             kernels::rms_norm_in_place(serial, row, dim, Some(norm), compressor.norm_eps);
             kernels::rope_row(row, block as i64, &compressor.freqs, false);
@@ -479,5 +479,25 @@ fn round_row(row: &mut [f32], rotary: usize, rounding: RowRounding) {
             kernels::hadamard(row);
             kernels::fake_fp4(row, 32);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Powers of two as scales make the size of a group visible only where a number is too small for its group.
+    #[test]
+    fn fp8_groups_have_64_channels_and_leave_the_rotary_ones() {
+        const TOO_SMALL: f32 = 5e-4;
+        let mut row = [0.0; 192];
+        row[0] = 448.0;
+        // The last of the first group, the first of the second, the first two rotary ones.
+        [row[63], row[64], row[128], row[129]] = [TOO_SMALL, TOO_SMALL, 448.1, TOO_SMALL];
+        round_row(&mut row, 64, RowRounding::Fp8NonRotary);
+        assert_eq!(row[0], 448.0);
+        assert_eq!(row[63], 0.0);
+        assert!((row[64] - TOO_SMALL).abs() < TOO_SMALL / 16.0, "{}", row[64]);
+        assert_eq!(row[128..130], [448.1, TOO_SMALL]);
     }
 }

@@ -146,9 +146,9 @@ impl Shared {
             spins += 1;
             // Whoever is inside may have lost its core to somebody else.
             if spins.is_multiple_of(1024) {
-                std::thread::yield_now()
+                std::thread::yield_now();
             } else {
-                std::hint::spin_loop()
+                std::hint::spin_loop();
             }
             gate = self.gate.load(Ordering::Acquire);
         }
