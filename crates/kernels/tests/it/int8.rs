@@ -241,3 +241,32 @@ fn what_is_not_finite_stays_in_its_row() {
         }
     }
 }
+
+/// Every scale of fp4 groups: the smallest is subnormal, the last code is NaN; row counts that do not fill strips.
+#[test]
+fn every_scale_of_fp4() {
+    let (rows, groups) = (13, 20);
+    let scales: Vec<u8> = (0..rows * groups).map(|i| i as u8).collect();
+    let codes: Vec<u8> = (0..rows * groups * 16).map(|i| (i * 37 % 251) as u8).collect();
+    let stored = stored(Format::Mxfp4, rows, groups * 32, [codes, scales, Vec::new()]);
+    let w = matrix(&stored);
+    let weights = to_f32(&stored);
+    for g in 0..groups {
+        // One group at a time, so that large scales do not hide small ones.
+        let mut x = vec![0.0; groups * 32];
+        x[g * 32..(g + 1) * 32].fill(127.0);
+        for level in CpuLevel::available() {
+            let mut out = vec![0.0; rows];
+            matmul(Ctx { level, par: &Serial }, &x, &w, &mut out);
+            for (row, out) in out.iter().enumerate() {
+                let sum: f32 = weights[row * groups * 32 + g * 32..][..32].iter().sum();
+                let want = 127.0 * sum;
+                if stored.scales()[row * groups + g] == 255 {
+                    assert!(out.is_nan(), "{level:?}: row {row}, group {g}");
+                } else if stored.scales().iter().skip(row * groups).take(groups).all(|scale| *scale != 255) {
+                    assert!(*out == want || (out - want).abs() <= want.abs() * 1e-6, "{level:?}: {out} for {want}");
+                }
+            }
+        }
+    }
+}
