@@ -11,17 +11,21 @@ pub enum NumericClass {
     /// As [`Self::Exact`], and cache rows rounded as published: K=V rows to fp8 in groups of 64, index rows and
     /// queries Hadamard-rotated and rounded to fp4 in groups of 32 (model spec, section 4).
     Official,
+    /// Activations rounded to 8 bits per token and group of 32 channels before integer products; fp4 weights as they
+    /// are, fp8 weights rounded to 8 bits per output and group of 32. Everything else as [`Self::Exact`].
+    Fast,
 }
 
 impl NumericClass {
     /// Every class, in the order shown to people.
-    pub const ALL: [Self; 2] = [Self::Exact, Self::Official];
+    pub const ALL: [Self; 3] = [Self::Exact, Self::Official, Self::Fast];
 
     /// Its name on the command line, in reports and in cache keys.
     pub fn name(self) -> &'static str {
         match self {
             Self::Exact => "exact",
             Self::Official => "official",
+            Self::Fast => "fast",
         }
     }
 }
@@ -39,6 +43,6 @@ impl FromStr for NumericClass {
         Self::ALL
             .into_iter()
             .find(|class| class.name() == text)
-            .ok_or_else(|| format!("unknown numeric class `{text}`: expected `exact` or `official`"))
+            .ok_or_else(|| format!("unknown numeric class `{text}`: expected `exact`, `official` or `fast`"))
     }
 }

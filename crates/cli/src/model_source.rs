@@ -19,9 +19,10 @@ pub(crate) struct ModelArgs {
     /// Folder of a checkpoint: config.json, safetensors files and tokenizer.json. Without it, the built-in model nano.
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Arithmetic: `exact` (f32 throughout) or `official` (cache rows rounded as published).
-    #[arg(long, default_value = "exact", value_name = "CLASS")]
-    pub(crate) class: NumericClass,
+    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `exact` (f32 throughout) or `official`
+    /// (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
+    #[arg(long, value_name = "CLASS")]
+    class: Option<NumericClass>,
     /// Worker threads; 0 = one per core.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
@@ -61,9 +62,14 @@ impl ModelArgs {
         }
     }
 
+    /// The arithmetic asked for, `default` if none was.
+    pub(crate) fn class_or(&self, default: NumericClass) -> NumericClass {
+        self.class.unwrap_or(default)
+    }
+
     /// Options for a runner.
-    pub(crate) fn runner_options(&self) -> RunnerOptions {
-        let mut options = RunnerOptions::new(self.class);
+    pub(crate) fn runner_options(&self, class: NumericClass) -> RunnerOptions {
+        let mut options = RunnerOptions::new(class);
         options.cpu.threads = usize::from(self.threads);
         options
     }

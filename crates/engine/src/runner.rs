@@ -193,7 +193,7 @@ impl Runner {
         if options.class == NumericClass::Official && has_csa && !config.index_head_dim.is_power_of_two() {
             return Err(RunnerError::IndexWidth { index_head_dim: config.index_head_dim });
         }
-        let device = Arc::new(CpuDevice::start(options.cpu)?);
+        let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
         device.load(weights)?;
         let shape = state_shape(&config, &facts);
         let primary: Arc<dyn Device> = Arc::clone(&device) as Arc<dyn Device>;

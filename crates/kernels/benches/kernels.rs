@@ -5,6 +5,7 @@ use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use troika_base::storage::ScaleFormat;
 use troika_base::{Format, SharedBytes, StoredTensor};
+use troika_kernels::int8::{self, Int8Matrix};
 use troika_kernels::{
     CpuLevel, Ctx, ExpertWeights, HcParams, RowList, attend_row, hc_post, hc_pre, index_scores, matmul, routed_experts,
 };
@@ -65,6 +66,20 @@ fn matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
         .counter(ItemsCount::new(T * n * k))
         .counter(BytesCount::new(w.num_bytes()))
         .bench_local(|| matmul(Ctx::serial(), black_box(&x), &w, &mut out));
+}
+
+/// Integer products: fp8 packed, fp4 as stored.
+#[divan::bench(args = ["fp8", "mxfp4"], consts = [1, 4, 8, 64, 512], sample_count = 12)]
+fn int8_matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
+    let (k, n) = (1024, 2048);
+    let stored = weight(format(name), n, k);
+    let w = Int8Matrix::refer(&stored).unwrap_or_else(|| Int8Matrix::pack(&stored));
+    let x = numbers(T * k);
+    let mut out = vec![0.0; T * n];
+    bencher
+        .counter(ItemsCount::new(T * n * k))
+        .counter(BytesCount::new(stored.num_bytes()))
+        .bench_local(|| int8::matmul(Ctx::serial(), black_box(&x), &w, &mut out));
 }
 
 /// One query, 64 heads of 512, a window of 128 and as many compressed rows again as the argument says.

@@ -90,52 +90,76 @@ pub fn routed_experts(
     let inner = expert.check(dim);
     experts.iter().for_each(|expert| assert_eq!(expert.check(dim), inner, "experts must have one shape"));
 
-    let routes = routes(ids, top_k, first, experts.len());
-    let mut batch = 0;
-    while batch < experts.len() {
-        // At least one expert, then as many as fit.
-        let start = routes.starts[batch];
-        let mut end = batch + 1;
-        while end < experts.len() && routes.starts[end + 1] - start <= BATCH {
-            end += 1;
-        }
-        let entries = &routes.entries[start..routes.starts[end]];
-        if !entries.is_empty() {
-            let parts: Vec<Part> = (batch..end)
-                .map(|e| Part { weights: experts[e], rows: routes.starts[e] - start..routes.starts[e + 1] - start })
-                .collect();
-            run_batch(ctx, x, weights, entries, &parts, inner, top_k, limit, acc);
-        }
-        batch = end;
+    let routes = Routes::new(ids, top_k, first, experts.len());
+    for batch in routes.batches(BATCH) {
+        let (entries, start) = (routes.entries(batch.clone()), routes.starts[batch.start]);
+        let parts: Vec<Part> = batch
+            .map(|e| Part { weights: experts[e], rows: routes.starts[e] - start..routes.starts[e + 1] - start })
+            .collect();
+        run_batch(ctx, x, weights, entries, &parts, inner, top_k, limit, acc);
     }
 }
 
 /// Which (token, choice) pairs go to each expert.
-struct Routes {
+pub(crate) struct Routes {
     /// Indices into `ids`, by expert, ascending.
     entries: Vec<usize>,
     /// `entries[starts[e]..starts[e + 1]]` belong to expert `first + e`.
-    starts: Vec<usize>,
+    pub(crate) starts: Vec<usize>,
 }
 
-/// Sorts the choices by expert (a counting sort, so tokens stay in order).
-fn routes(ids: &[i32], top_k: usize, first: usize, experts: usize) -> Routes {
-    debug_assert!(top_k == 0 || ids.len().is_multiple_of(top_k));
-    let local = |id: i32| usize::try_from(id).ok().and_then(|id| id.checked_sub(first)).filter(|&e| e < experts);
-    let mut starts = vec![0; experts + 1];
-    for e in ids.iter().filter_map(|&id| local(id)) {
-        starts[e + 1] += 1;
+impl Routes {
+    /// Sorts the choices by expert (a counting sort, so tokens stay in order).
+    pub(crate) fn new(ids: &[i32], top_k: usize, first: usize, experts: usize) -> Self {
+        debug_assert!(top_k == 0 || ids.len().is_multiple_of(top_k));
+        let local = |id: i32| usize::try_from(id).ok().and_then(|id| id.checked_sub(first)).filter(|&e| e < experts);
+        let mut starts = vec![0; experts + 1];
+        for e in ids.iter().filter_map(|&id| local(id)) {
+            starts[e + 1] += 1;
+        }
+        for e in 0..experts {
+            starts[e + 1] += starts[e];
+        }
+        let mut next = starts.clone();
+        let mut entries = vec![0; starts[experts]];
+        for (i, e) in ids.iter().enumerate().filter_map(|(i, &id)| Some((i, local(id)?))) {
+            entries[next[e]] = i;
+            next[e] += 1;
+        }
+        Self { entries, starts }
     }
-    for e in 0..experts {
-        starts[e + 1] += starts[e];
+
+    /// Ranges of experts that have at least one entry, of up to `most` entries each where one expert alone has no more.
+    pub(crate) fn batches(&self, most: usize) -> Vec<Range<usize>> {
+        let experts = self.starts.len() - 1;
+        let mut batches = Vec::new();
+        let mut first = 0;
+        while first < experts {
+            let mut end = first + 1;
+            while end < experts && self.starts[end + 1] - self.starts[first] <= most {
+                end += 1;
+            }
+            if self.starts[end] > self.starts[first] {
+                batches.push(first..end);
+            }
+            first = end;
+        }
+        batches
     }
-    let mut next = starts.clone();
-    let mut entries = vec![0; starts[experts]];
-    for (i, e) in ids.iter().enumerate().filter_map(|(i, &id)| Some((i, local(id)?))) {
-        entries[next[e]] = i;
-        next[e] += 1;
+
+    /// Entries of a range of experts.
+    pub(crate) fn entries(&self, experts: Range<usize>) -> &[usize] {
+        &self.entries[self.starts[experts.start]..self.starts[experts.end]]
     }
-    Routes { entries, starts }
+}
+
+/// For each token its rows among `entries`, in ascending order of experts.
+pub(crate) fn rows_of_tokens(entries: &[usize], top_k: usize, tokens: usize) -> Vec<Vec<usize>> {
+    let mut rows_of = vec![Vec::new(); tokens];
+    for (r, entry) in entries.iter().enumerate() {
+        rows_of[entry / top_k].push(r);
+    }
+    rows_of
 }
 
 /// The rows of a batch that belong to one expert.
@@ -167,11 +191,7 @@ fn run_batch(
     // The gathered inputs are no longer needed: their place takes the results.
     let mut results = gathered;
     down_rows(ctx, &hidden, parts, inner, dim, &mut results);
-    // Rows of each token in ascending order of experts, since `entries` has experts ascending.
-    let mut rows_of = vec![Vec::new(); acc.len() / dim];
-    for (r, entry) in entries.iter().enumerate() {
-        rows_of[entry / top_k].push(r);
-    }
+    let rows_of = rows_of_tokens(entries, top_k, acc.len() / dim);
     for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
         for &r in &rows_of[t] {
             acc.iter_mut().zip(&results[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);

@@ -1,7 +1,8 @@
 //! CPU kernels: one operation per file, a reference loop for each, and faster versions per [`CpuLevel`].
 //!
 //! Knows neither models nor requests: arguments are slices, [`StoredTensor`](troika_base::StoredTensor)s and integers.
-//! Matrices are row-major; `T` is the number of rows (tokens of a step). Accumulation is in `f32` (class `exact`).
+//! Matrices are row-major; `T` is the number of rows (tokens of a step). Accumulation is in `f32` (class `exact`), but for
+//! [`mod@int8`] (class `fast`).
 //!
 //! **Row contract.** At one level, a kernel gives a row the same bits whatever the number of rows, threads, neighbours
 //! and chunks: every output is computed in an order of operations that depends on its own row and on absolute sizes
@@ -21,6 +22,7 @@ pub mod experts;
 pub mod formats;
 pub mod hc;
 pub mod index;
+pub mod int8;
 mod level;
 mod math;
 pub mod matmul;

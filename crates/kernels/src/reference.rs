@@ -73,6 +73,15 @@ pub fn grouped_matmul(x: &[f32], groups: usize, w: &StoredTensor, out: &mut [f32
     }
 }
 
+/// Rows of `cols` numbers rounded to eight bits per group of 32: `round(x · 127 / max|x|) · max|x| / 127`.
+pub fn round_int8(x: &mut [f32], cols: usize) {
+    for group in x.chunks_mut(cols).flat_map(|row| row.chunks_mut(32)) {
+        let amax = amax(group);
+        let (factor, scale) = if amax > 1e-30 { (127.0 / amax, amax / 127.0) } else { (0.0, 0.0) };
+        group.iter_mut().for_each(|x| *x = (*x * factor).round_ties_even() * scale);
+    }
+}
+
 /// `x / s` rounded to the nearest entry of an ascending table (ties: the even index), times `s`.
 fn round_to(table: &[f32], x: f32, scale: f64) -> f32 {
     let a = (f64::from(x) / scale).abs();

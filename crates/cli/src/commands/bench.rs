@@ -1,13 +1,15 @@
 //! `troika bench`: prefill and decode rates of a model on this machine.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Result, ensure};
 use serde::Serialize;
+use troika_base::NumericClass;
 use troika_engine::{Chunk, Forward, Runner, WantLogits};
-use troika_graph::Acceptance;
+use troika_graph::{Acceptance, Kind};
 
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
@@ -32,6 +34,9 @@ pub(crate) struct Args {
     /// Prompt tokens computed in one step.
     #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     chunk: u32,
+    /// Also show where the time goes: device time by kind of operation, from the ledger.
+    #[arg(long)]
+    profile: bool,
     /// Write the numbers as JSON to FILE, or to standard output with `-`.
     #[arg(long, value_name = "FILE|-")]
     json: Option<PathBuf>,
@@ -46,6 +51,55 @@ struct Report {
     generate: u32,
     peak_memory_bytes: Option<u64>,
     results: Vec<Row>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    profile: Option<Vec<KindTime>>,
+}
+
+/// Device time of one kind of operation.
+#[derive(Debug, Serialize)]
+struct KindTime {
+    kind: &'static str,
+    prefill_us_per_token: f64,
+    decode_us_per_token: f64,
+}
+
+/// Device time by kind, microseconds, and the tokens it was spent on.
+#[derive(Debug, Default)]
+struct Profile {
+    prefill: BTreeMap<Kind, u64>,
+    prefill_tokens: u64,
+    decode: BTreeMap<Kind, u64>,
+    decode_tokens: u64,
+}
+
+impl Profile {
+    fn count(&mut self, forward: &Forward, tokens: usize, prefill: bool) {
+        let (times, total) = match prefill {
+            true => (&mut self.prefill, &mut self.prefill_tokens),
+            false => (&mut self.decode, &mut self.decode_tokens),
+        };
+        *total += tokens as u64;
+        for (kind, _, entry) in forward.ledger.entries() {
+            *times.entry(kind).or_default() += entry.busy_us;
+        }
+    }
+
+    fn rows(&self) -> Vec<KindTime> {
+        let per_token = |times: &BTreeMap<Kind, u64>, kind: &Kind, tokens: u64| {
+            times.get(kind).copied().unwrap_or(0) as f64 / tokens.max(1) as f64
+        };
+        let mut rows: Vec<KindTime> = self
+            .prefill
+            .keys()
+            .map(|kind| KindTime {
+                kind: kind.name(),
+                prefill_us_per_token: per_token(&self.prefill, kind, self.prefill_tokens),
+                decode_us_per_token: per_token(&self.decode, kind, self.decode_tokens),
+            })
+            .collect();
+        rows.sort_by(|a, b| b.prefill_us_per_token.total_cmp(&a.prefill_us_per_token));
+        rows
+    }
 }
 
 /// Medians under plain names; least and most under `_min` and `_max`.
@@ -71,17 +125,20 @@ struct Sample {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let class = args.model.class_or(NumericClass::Fast);
     let model = args.model.open()?;
     let longest = args.prompt_lengths.iter().max().copied().unwrap_or(0) as usize + args.generate as usize;
     let max = model.config.model.max_position_embeddings;
     ensure!(longest <= max, "{longest} tokens do not fit the model's context of {max}");
-    let mut runner = model.runner(args.model.runner_options())?;
+    let mut runner = model.runner(args.model.runner_options(class))?;
     let tokens_per_round: u64 = args.prompt_lengths.iter().map(|n| u64::from(n + args.generate)).sum();
     let bar = progress::tokens("measuring", tokens_per_round * u64::from(args.rounds + 1));
     let mut samples: Vec<Vec<Sample>> = args.prompt_lengths.iter().map(|_| Vec::new()).collect();
+    let mut profile = Profile::default();
     for round in 0..=args.rounds {
         for (length, samples) in args.prompt_lengths.iter().zip(&mut samples) {
-            let sample = measure(&mut runner, *length as usize, args.generate as usize, args.chunk as usize)?;
+            let counted = (round > 0).then_some(&mut profile);
+            let sample = measure(&mut runner, *length as usize, args.generate as usize, args.chunk as usize, counted)?;
             bar.inc(u64::from(length + args.generate));
             if round > 0 {
                 samples.push(sample);
@@ -97,9 +154,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         chunk: args.chunk,
         generate: args.generate,
         peak_memory_bytes: report::peak_memory_bytes(),
-        results: results
-            .map(|(length, samples)| row(args.model.class.name(), *length, args.generate, samples))
-            .collect(),
+        results: results.map(|(length, samples)| row(class.name(), *length, args.generate, samples)).collect(),
+        profile: args.profile.then(|| profile.rows()),
     };
     match &args.json {
         Some(target) => report::write_json(target, &report)?,
@@ -108,14 +164,23 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn measure(runner: &mut Runner, prompt_tokens: usize, generate: usize, chunk: usize) -> Result<Sample> {
+fn measure(
+    runner: &mut Runner,
+    prompt_tokens: usize,
+    generate: usize,
+    chunk: usize,
+    mut profile: Option<&mut Profile>,
+) -> Result<Sample> {
     let vocab_size = runner.config().vocab_size;
     // Any spread of ids will do; the same in every round.
     let prompt: Vec<u32> = (0..prompt_tokens).map(|i| (i * 7919 % vocab_size) as u32).collect();
     let sequence = runner.new_sequence();
-    let step = |runner: &mut Runner, tokens: &[u32], last: bool| -> Result<Option<u32>> {
+    let mut step = |runner: &mut Runner, tokens: &[u32], last: bool, prefill: bool| -> Result<Option<u32>> {
         let logits = if last { WantLogits::Last(1) } else { WantLogits::No };
         let forward = runner.forward(&[Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }])?;
+        if let Some(profile) = &mut profile {
+            profile.count(&forward, tokens.len(), prefill);
+        }
         let next = last.then(|| most_likely(&forward));
         runner.recycle(forward);
         Ok(next)
@@ -123,12 +188,12 @@ fn measure(runner: &mut Runner, prompt_tokens: usize, generate: usize, chunk: us
     let start = Instant::now();
     let mut next = None;
     for (index, tokens) in prompt.chunks(chunk).enumerate() {
-        next = step(runner, tokens, (index + 1) * chunk >= prompt_tokens)?;
+        next = step(runner, tokens, (index + 1) * chunk >= prompt_tokens, true)?;
     }
     let prefilled = Instant::now();
     for _ in 1..generate {
         let token = next.expect("the last step gave logits");
-        next = step(runner, &[token], true)?;
+        next = step(runner, &[token], true, false)?;
     }
     let decode_s = prefilled.elapsed().as_secs_f64();
     runner.drop_sequence(sequence);
@@ -179,6 +244,17 @@ fn table(report: &Report) -> String {
             cell(row.decode_tps, row.decode_tps_min, row.decode_tps_max),
             cell(row.ttft_ms, row.ttft_ms_min, row.ttft_ms_max),
         );
+    }
+    if let Some(profile) = &report.profile {
+        let sum = |time: fn(&KindTime) -> f64| profile.iter().map(time).sum::<f64>().max(f64::MIN_POSITIVE);
+        let (prefill, decode) = (sum(|t| t.prefill_us_per_token), sum(|t| t.decode_us_per_token));
+        text += &format!("\n{:<24}{:>26}{:>26}\n", "device time", "prefill us/token", "decode us/token");
+        let cell = |time: f64, sum: f64| format!("{time:.1} ({:.0} %)", time / sum * 100.0);
+        for time in profile {
+            let cells = (cell(time.prefill_us_per_token, prefill), cell(time.decode_us_per_token, decode));
+            text += &format!("{:<24}{:>26}{:>26}\n", time.kind, cells.0, cells.1);
+        }
+        text += &format!("{:<24}{:>26}{:>26}\n", "all", cell(prefill, prefill), cell(decode, decode));
     }
     text
 }

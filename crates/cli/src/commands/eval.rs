@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use serde::Serialize;
+use troika_base::{NumericClass, SequenceId};
 use troika_engine::{Chunk, Runner, WantLogits};
 use troika_graph::Acceptance;
 use troika_prompt::{Tokenizer, encode_completion};
@@ -33,6 +34,9 @@ pub(crate) struct Args {
     /// Stop after so many tokens of each file; 0 = all.
     #[arg(long, default_value_t = 0, value_name = "N")]
     max_tokens: usize,
+    /// Also compute the texts in this class, and show how far the distributions of the two are apart.
+    #[arg(long, value_name = "CLASS")]
+    against: Option<NumericClass>,
     /// Write the numbers as JSON to FILE, or to standard output with `-`.
     #[arg(long, value_name = "FILE|-")]
     json: Option<PathBuf>,
@@ -46,6 +50,31 @@ struct Report {
     files: Vec<FileScore>,
     bits_per_byte: f64,
     perplexity: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    against: Option<Distance>,
+}
+
+/// How far two classes are apart over the same tokens.
+#[derive(Debug, Serialize)]
+struct Distance {
+    class: &'static str,
+    /// Of the other class.
+    perplexity: f64,
+    /// Mean of `Σ p log(p / q)`, `p` of the other class, nats.
+    mean_kl: f64,
+    max_kl: f64,
+    /// Share of tokens with the same most likely next token.
+    same_top1: f64,
+}
+
+/// Another runner and the sums of its distances.
+struct Other {
+    runner: Runner,
+    nats: f64,
+    kl: f64,
+    max_kl: f64,
+    same: usize,
+    tokens: usize,
 }
 
 #[derive(Debug, Serialize)]
@@ -61,23 +90,32 @@ struct FileScore {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let class = args.model.class_or(NumericClass::Exact);
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
-    let mut runner = model.runner(args.model.runner_options())?;
+    let mut runner = model.runner(args.model.runner_options(class))?;
+    let mut other = match args.against {
+        None => None,
+        Some(class) => {
+            let runner = model.runner(args.model.runner_options(class))?;
+            Some(Other { runner, nats: 0.0, kl: 0.0, max_kl: 0.0, same: 0, tokens: 0 })
+        }
+    };
     let context = args.context as usize;
     let mut files = Vec::new();
     for path in &args.files {
-        files.push(score_file(&mut runner, &tokenizer, path, context, args.max_tokens)?);
+        files.push(score_file(&mut runner, other.as_mut(), &tokenizer, path, context, args.max_tokens)?);
     }
     let (nats, bytes, tokens) =
         files.iter().fold((0.0, 0, 0), |(n, b, t), file| (n + file.nats, b + file.bytes, t + file.tokens));
     let report = Report {
         model: model.name,
-        class: args.model.class.name(),
+        class: class.name(),
         context,
         files,
         bits_per_byte: nats / LN_2 / bytes as f64,
         perplexity: (nats / tokens as f64).exp(),
+        against: args.against.zip(other).map(|(class, other)| other.distance(class)),
     };
     match &args.json {
         Some(target) => report::write_json(target, &report)?,
@@ -86,8 +124,41 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+impl Other {
+    /// Runs the same tokens and compares rows of logits.
+    fn compare(&mut self, sequence: SequenceId, tokens: &[u32], targets: &[u32], logits: &[f32]) -> Result<()> {
+        let want = WantLogits::Last(tokens.len());
+        let chunk = Chunk { sequence, tokens, logits: want, acceptance: Acceptance::Whole };
+        let forward = self.runner.forward(&[chunk])?;
+        let own = forward.logits(0);
+        let vocab_size = self.runner.config().vocab_size;
+        for ((p, q), target) in own.chunks_exact(vocab_size).zip(logits.chunks_exact(vocab_size)).zip(targets) {
+            let kl = divergence(p, q);
+            self.nats += surprise(p, *target as usize);
+            self.kl += kl;
+            self.max_kl = self.max_kl.max(kl);
+            self.same += usize::from(most_likely(p) == most_likely(q));
+            self.tokens += 1;
+        }
+        self.runner.recycle(forward);
+        Ok(())
+    }
+
+    fn distance(&self, class: NumericClass) -> Distance {
+        let tokens = self.tokens.max(1) as f64;
+        Distance {
+            class: class.name(),
+            perplexity: (self.nats / tokens).exp(),
+            mean_kl: self.kl / tokens,
+            max_kl: self.max_kl,
+            same_top1: self.same as f64 / tokens,
+        }
+    }
+}
+
 fn score_file(
     runner: &mut Runner,
+    mut other: Option<&mut Other>,
     tokenizer: &Tokenizer,
     path: &Path,
     context: usize,
@@ -108,7 +179,7 @@ fn score_file(
     let mut nats = 0.0;
     for start in (0..ids.len() - 1).step_by(context) {
         let end = (start + context).min(ids.len() - 1);
-        nats += score_window(runner, &ids[start..=end], &mut |tokens| bar.inc(tokens as u64))?;
+        nats += score_window(runner, other.as_deref_mut(), &ids[start..=end], &mut |tokens| bar.inc(tokens as u64))?;
     }
     bar.finish_and_clear();
     ensure!(nats.is_finite(), "{}: the model gave a logit that is not finite", path.display());
@@ -124,8 +195,14 @@ fn score_file(
 }
 
 /// Negative log-likelihood of `ids[1..]`, in nats.
-fn score_window(runner: &mut Runner, ids: &[u32], done: &mut dyn FnMut(usize)) -> Result<f64> {
+fn score_window(
+    runner: &mut Runner,
+    mut other: Option<&mut Other>,
+    ids: &[u32],
+    done: &mut dyn FnMut(usize),
+) -> Result<f64> {
     let sequence = runner.new_sequence();
+    let other_sequence = other.as_mut().map(|other| other.runner.new_sequence());
     let mut nats = 0.0;
     let (inputs, targets) = (&ids[..ids.len() - 1], &ids[1..]);
     for (tokens, targets) in inputs.chunks(CHUNK).zip(targets.chunks(CHUNK)) {
@@ -134,8 +211,14 @@ fn score_window(runner: &mut Runner, ids: &[u32], done: &mut dyn FnMut(usize)) -
         let logits = forward.logits(0);
         let rows = logits.chunks_exact(runner.config().vocab_size).zip(targets);
         nats += rows.map(|(row, target)| surprise(row, *target as usize)).sum::<f64>();
+        if let Some((other, sequence)) = other.as_mut().zip(other_sequence) {
+            other.compare(sequence, tokens, targets, &logits)?;
+        }
         runner.recycle(forward);
         done(tokens.len());
+    }
+    if let Some((other, sequence)) = other.zip(other_sequence) {
+        other.runner.drop_sequence(sequence);
     }
     runner.drop_sequence(sequence);
     Ok(nats)
@@ -148,6 +231,21 @@ fn surprise(logits: &[f32], target: usize) -> f64 {
     sum.ln() - f64::from(logits[target] - max)
 }
 
+/// `Σ p log(p / q)` of the softmax of two rows of logits.
+fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let normaliser = |row: &[f32]| surprise(row, 0) + f64::from(row[0]);
+    let (p_sum, q_sum) = (normaliser(p), normaliser(q));
+    let term = |(p, q): (&f32, &f32)| {
+        let (p, q) = (f64::from(*p) - p_sum, f64::from(*q) - q_sum);
+        p.exp() * (p - q)
+    };
+    p.iter().zip(q).map(term).sum()
+}
+
+fn most_likely(logits: &[f32]) -> usize {
+    (0..logits.len()).fold(0, |best, id| if logits[id] > logits[best] { id } else { best })
+}
+
 fn table(report: &Report) -> String {
     let mut text = String::new();
     for file in &report.files {
@@ -158,6 +256,16 @@ fn table(report: &Report) -> String {
     }
     if report.files.len() > 1 {
         text += &format!("all: {:.4} bits per byte, perplexity {:.3}\n", report.bits_per_byte, report.perplexity);
+    }
+    if let Some(other) = &report.against {
+        text += &format!(
+            "against {}: perplexity {:.3}, KL {:.2e} nats (most {:.2e}), same most likely token {:.2} %\n",
+            other.class,
+            other.perplexity,
+            other.mean_kl,
+            other.max_kl,
+            other.same_top1 * 100.0
+        );
     }
     text
 }

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::json;
+use troika_base::NumericClass;
 use troika_engine::{Chunk, Runner, WantLogits};
 use troika_graph::Acceptance;
 
@@ -42,8 +43,9 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let tokens = read_tokens(&args.tokens)?;
     let rows = if args.last == 0 { tokens.len() } else { args.last.min(tokens.len()) };
+    let class = args.model.class_or(NumericClass::Exact);
     let model = args.model.open()?;
-    let mut runner = model.runner(args.model.runner_options())?;
+    let mut runner = model.runner(args.model.runner_options(class))?;
     let vocab_size = runner.config().vocab_size;
     let mut file = WholeFile::create(&args.out)?;
     file.write(&header(tokens.len(), rows, vocab_size))?;

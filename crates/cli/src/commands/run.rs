@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use troika_base::NumericClass;
 use troika_base::units::human_bytes;
 use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling};
 use troika_engine::{Engine, EngineOptions};
@@ -81,6 +82,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     ensure!(!args.stop.iter().any(String::is_empty), "--stop: an empty string would end the text at once");
     let prompt = read_prompt(args)?;
     let start = Instant::now();
+    let class = args.model.class_or(NumericClass::Fast);
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
     let ids = encode(&tokenizer, &model.texts(), prompt, args.chat)?;
@@ -95,7 +97,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,
     };
-    let engine = Engine::start(model.runner(args.model.runner_options())?, options)?;
+    let engine = Engine::start(model.runner(args.model.runner_options(class))?, options)?;
     let loaded = start.elapsed();
     let prompt_tokens = request.prompt.len();
     let (events, received) = unbounded_channel();

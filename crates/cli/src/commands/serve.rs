@@ -8,6 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use tokio::net::TcpListener;
+use troika_base::NumericClass;
 use troika_engine::api::Generator;
 use troika_engine::{Engine, EngineOptions};
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
@@ -122,6 +123,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
          --api-key-file FILE, or use 127.0.0.1",
         args.host
     );
+    let class = args.model.class_or(NumericClass::Fast);
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
     let (temperature, top_p) = model.sampling_advice()?;
@@ -136,7 +138,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
-    let runner = model.runner(args.model.runner_options())?;
+    let runner = model.runner(args.model.runner_options(class))?;
     let device = runner.device_description().to_owned();
     let engine = Arc::new(Engine::start(runner, options)?);
     let state = ServerState {
@@ -153,7 +155,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         access,
         limits: Limits { max_bodies_bytes: (args.max_body_memory as usize) << 20, ..Limits::default() },
     };
-    tracing::info!(model = model.name, class = %args.model.class, device, "serving http://{}", listener.local_addr()?);
+    tracing::info!(model = model.name, %class, device, "serving http://{}", listener.local_addr()?);
     let (told, mut shutdown) = tokio::sync::watch::channel(false);
     let watcher = tokio::spawn(async move {
         if terminated().await.is_ok() {

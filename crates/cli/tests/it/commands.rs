@@ -66,7 +66,7 @@ fn wrong_input_gets_a_clear_error() {
     troika(&["run", "--file", "/no/such/file", "--model", &model]).fails(1, &["/no/such/file"]);
     troika(&["run", "x", "--model", &model, "--temperature", "-1"]).fails(1, &["temperature"]);
     troika(&["run", "x", "--model", &model, "--stop", ""]).fails(1, &["--stop"]);
-    troika(&["run", "x", "--model", &model, "--class", "fast"]).fails(2, &["exact", "official"]);
+    troika(&["run", "x", "--model", &model, "--class", "quick"]).fails(2, &["exact", "official", "fast"]);
     troika(&["eval", "/no/such/file", "--model", &model]).fails(1, &["/no/such/file"]);
     let latin1 = scratch.write("latin1.txt", b"caf\xe9");
     troika(&["eval", &latin1, "--model", &model]).fails(1, &["latin1.txt", "UTF-8"]);
@@ -185,7 +185,7 @@ fn reports_are_json_with_the_promised_keys() {
     assert_eq!(results.len(), 2);
     for (row, tokens) in results.iter().zip([20, 40]) {
         assert_eq!(row["prompt_tokens"], tokens);
-        assert_eq!(row["arm"], "exact");
+        assert_eq!(row["arm"], "fast");
         for key in ["prefill_tps", "decode_tps", "ttft_ms"] {
             assert!(row[key].as_f64().expect("a number") > 0.0, "{key}");
         }

@@ -1,8 +1,10 @@
 //! The CPU as a device: one queue, worked off by a pool of threads that share each operation.
 //!
-//! `weights.rs` has the loaded weights, `ops.rs` what each operation does.
+//! `weights.rs` has the loaded weights, `ops.rs` what each operation does, `pool.rs` the threads.
 
 mod ops;
+#[expect(unsafe_code, reason = "tasks borrow from their caller, which the type of a thread cannot say")]
+mod pool;
 mod weights;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,14 +12,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use rayon::ThreadPoolBuilder;
-use rayon::prelude::*;
+use troika_base::NumericClass;
 use troika_graph::{NodeId, WeightSource};
 pub use troika_kernels::CpuLevel;
 use troika_kernels::{Ctx, Parallel};
 
 use crate::run::StepRun;
 use crate::{Capabilities, Completion, Device, DeviceError, DeviceKind, Work};
+use pool::Pool;
 use weights::CpuWeights;
 
 /// Settings of a [`CpuDevice`].
@@ -39,35 +41,31 @@ impl Default for CpuOptions {
 pub struct CpuDevice {
     capabilities: Capabilities,
     weights: Arc<OnceLock<CpuWeights>>,
+    class: NumericClass,
     queue: Sender<Work>,
 }
 
 impl CpuDevice {
-    /// Starts the worker threads.
+    /// Starts the worker threads. `class` says in which form weights are kept, and so which products are integer ones.
     ///
     /// # Errors
     ///
     /// If they cannot be started.
-    pub fn start(options: CpuOptions) -> Result<Self, DeviceError> {
+    pub fn start(options: CpuOptions, class: NumericClass) -> Result<Self, DeviceError> {
         let failed = |reason: String| DeviceError::Threads { threads: options.threads, reason };
-        let pool = ThreadPoolBuilder::new()
-            .num_threads(options.threads)
-            .thread_name(|index| format!("cpu-{index}"))
-            .build()
-            .map_err(|e| failed(e.to_string()))?;
-        let threads = pool.current_num_threads();
+        let pool = Pool::new(options.threads).map_err(|e| failed(e.to_string()))?;
+        let threads = pool.threads();
         let description = format!("{threads} threads, {:?}", options.level);
         let capabilities = Capabilities { name: "cpu".to_owned(), kind: DeviceKind::Cpu, description, threads };
         let weights = Arc::new(OnceLock::new());
         let (queue, work) = channel();
-        let worker = Worker { weights: Arc::clone(&weights), level: options.level, threads };
-        // The queue is worked off by a thread of its own that hands each operation to the pool, so that a pool of one thread
-        // works too.
+        let worker = Worker { weights: Arc::clone(&weights), level: options.level, pool };
+        // The thread that works off the queue is the first of the pool.
         std::thread::Builder::new()
-            .name("cpu-queue".to_owned())
-            .spawn(move || pool.install(move || worker.work_off(&work)))
+            .name("cpu-0".to_owned())
+            .spawn(move || worker.work_off(&work))
             .map_err(|e| failed(e.to_string()))?;
-        Ok(Self { capabilities, weights, queue })
+        Ok(Self { capabilities, weights, class, queue })
     }
 }
 
@@ -77,7 +75,7 @@ impl Device for CpuDevice {
     }
 
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError> {
-        let loaded = CpuWeights::load(source)?;
+        let loaded = CpuWeights::load(source, self.class)?;
         assert!(self.weights.set(loaded).is_ok(), "weights are loaded once");
         Ok(())
     }
@@ -87,11 +85,11 @@ impl Device for CpuDevice {
     }
 }
 
-/// Lives on one thread of the pool and takes part in every operation.
+/// Lives on the first thread of the pool and takes part in every operation.
 struct Worker {
     weights: Arc<OnceLock<CpuWeights>>,
     level: CpuLevel,
-    threads: usize,
+    pool: Pool,
 }
 
 impl Worker {
@@ -113,32 +111,12 @@ impl Worker {
 
     fn execute(&self, run: &StepRun, node: NodeId) -> Result<(), String> {
         let weights = self.weights.get().ok_or("no weights are loaded")?;
-        let parallel = PoolThreads { threads: self.threads };
-        let ctx = Ctx { level: self.level, par: &parallel };
+        let ctx = Ctx { level: self.level, par: &self.pool };
         // A panic is a defect of ours; it ends the step, not the process.
         catch_unwind(AssertUnwindSafe(|| ops::execute(ctx, weights, run, node))).map_err(|panic| {
             let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
             let op = run.graph().node(node).op.name();
             format!("operation {op} failed: {}", text.unwrap_or("no message"))
         })
-    }
-}
-
-/// Spreads tasks over the pool whose thread calls it.
-struct PoolThreads {
-    threads: usize,
-}
-
-impl Parallel for PoolThreads {
-    fn threads(&self) -> usize {
-        self.threads
-    }
-
-    fn run(&self, tasks: usize, body: &(dyn Fn(usize) + Sync)) {
-        if tasks == 1 {
-            body(0);
-        } else {
-            (0..tasks).into_par_iter().with_max_len(1).for_each(body);
-        }
     }
 }

@@ -7,9 +7,10 @@ use troika_graph::op::{
 };
 use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, ValueId, WeightRef};
 use troika_kernels as kernels;
+use troika_kernels::int8::{self, Int8Expert};
 use troika_kernels::{Ctx, ExpertWeights, HcParams, RouteParams, RowList};
 
-use super::weights::CpuWeights;
+use super::weights::{CpuWeights, Experts, Weight};
 use crate::run::StepRun;
 use crate::state::{LayerState, Pool};
 
@@ -90,7 +91,7 @@ impl Call<'_> {
     }
 
     fn embed(&self, table: &WeightRef, streams: usize) {
-        let table = self.weights.matrix(table);
+        let table = self.weights.table_of_rows(table);
         self.map(|[], out| kernels::embed(self.ctx, table, &self.run.rows().tokens, streams, out));
     }
 
@@ -141,13 +142,20 @@ impl Call<'_> {
         let x = &x[..self.run.len(self.input(0))];
         for (weight, output) in weights.iter().zip(&self.node.outputs) {
             let mut out = self.run.write_f32(*output);
-            kernels::matmul(self.ctx, x, self.weights.matrix(weight), &mut out[..self.run.len(*output)]);
+            let out = &mut out[..self.run.len(*output)];
+            match self.weights.matrix(weight) {
+                Weight::Float(w) => kernels::matmul(self.ctx, x, w, out),
+                Weight::Int8(w) => int8::matmul(self.ctx, x, w, out),
+            }
         }
     }
 
     fn grouped_linear(&self, weight: &WeightRef, groups: usize) {
         let weight = self.weights.matrix(weight);
-        self.map(|[x], out| kernels::grouped_matmul(self.ctx, x, groups, weight, out));
+        self.map(|[x], out| match weight {
+            Weight::Float(w) => kernels::grouped_matmul(self.ctx, x, groups, w, out),
+            Weight::Int8(w) => int8::grouped_matmul(self.ctx, x, groups, w, out),
+        });
     }
 
     fn rope(&self, heads: usize, freqs: &[f64], inverse: bool, head_norm_eps: Option<f32>, rounding: RowRounding) {
@@ -340,14 +348,28 @@ impl Call<'_> {
             if first == 0 {
                 acc.fill(0.0);
             }
-            kernels::routed_experts(self.ctx, x, ids, weights, top_k, first, &experts, limit, acc);
+            match &experts {
+                Experts::Float(experts) => {
+                    kernels::routed_experts(self.ctx, x, ids, weights, top_k, first, experts, limit, acc);
+                }
+                Experts::Int8(experts) => {
+                    int8::routed_experts(self.ctx, x, ids, weights, top_k, first, experts, limit, acc);
+                }
+            }
         });
     }
 
     fn shared_expert(&self, [w1, w2, w3]: [&WeightRef; 3], limit: Option<f32>) {
-        let weights =
-            ExpertWeights { w1: self.weights.matrix(w1), w2: self.weights.matrix(w2), w3: self.weights.matrix(w3) };
-        self.map(|[x], out| kernels::shared_expert(self.ctx, x, &weights, limit, out));
+        let weights = [w1, w2, w3].map(|weight| self.weights.matrix(weight));
+        self.map(|[x], out| match weights {
+            [Weight::Float(w1), Weight::Float(w2), Weight::Float(w3)] => {
+                kernels::shared_expert(self.ctx, x, &ExpertWeights { w1, w2, w3 }, limit, out);
+            }
+            [Weight::Int8(w1), Weight::Int8(w2), Weight::Int8(w3)] => {
+                int8::shared_expert(self.ctx, x, &Int8Expert { w1, w2, w3 }, limit, out);
+            }
+            _ => panic!("the three weights of a shared expert have one form"),
+        });
     }
 
     fn add(&self) {
@@ -389,9 +411,9 @@ impl Call<'_> {
 
     fn markov_draft(&self, w1: &WeightRef, w2: &WeightRef, confidence: &WeightRef) {
         let (vocab, rank) = (w2.rows, w2.cols);
-        let (w1, w2) = (self.weights.matrix(w1), self.weights.matrix(w2));
+        let (w1, w2) = (self.weights.table_of_rows(w1), self.weights.table_of_rows(w2));
         let mut confidence_weight = vec![0.0; confidence.cols];
-        kernels::row_to_f32(self.weights.matrix(confidence), 0, &mut confidence_weight);
+        kernels::row_to_f32(self.weights.table_of_rows(confidence), 0, &mut confidence_weight);
         let hidden = self.run.read_f32(self.input(1));
         let dim = self.cols(self.input(1));
         let mut ids = self.run.write_i32(self.output(1));

@@ -1,9 +1,11 @@
-//! Weights as the CPU uses them: matrices stay as stored, small vectors become `f32` once.
+//! Weights as the CPU uses them: matrices stay as stored or are packed for integer products, small vectors become `f32`
+//! once.
 
 use std::collections::HashMap;
 
-use troika_base::{Format, StoredTensor};
+use troika_base::{Format, NumericClass, StoredTensor};
 use troika_graph::{Role, Scope, WeightKey, WeightRef, WeightSource};
+use troika_kernels::int8::{Int8Expert, Int8Matrix};
 use troika_kernels::{ExpertWeights, to_f32, to_i32};
 
 use crate::DeviceError;
@@ -15,12 +17,60 @@ struct Expert {
     w3: StoredTensor,
 }
 
+/// A matrix in the form its products want.
+pub(super) enum Weight {
+    /// As stored; products in `f32`.
+    Float(StoredTensor),
+    /// Integer products.
+    Int8(Int8Matrix),
+}
+
+impl Weight {
+    /// Class `fast` has integer products with fp4 weights, which stay as they are, and with fp8 weights, which are copied
+    /// into rounded and packed form. A shared expert is packed whatever its format, since its three products are one
+    /// operation, and so is the head, which every decoded token reads whole. Other formats belong to small or sensitive
+    /// weights (router, compressors).
+    fn new(class: NumericClass, role: Role, tensor: StoredTensor) -> Self {
+        let looked_up = matches!(role, Role::Embed | Role::MarkovW1 | Role::MarkovW2 | Role::ConfidenceProj);
+        if class != NumericClass::Fast || looked_up {
+            return Self::Float(tensor);
+        }
+        let always = matches!(role, Role::SharedW1 | Role::SharedW2 | Role::SharedW3 | Role::Head);
+        match (Int8Matrix::refer(&tensor), tensor.format()) {
+            (Some(matrix), _) => Self::Int8(matrix),
+            (None, Format::Fp8Tile { .. } | Format::Mxfp8) => Self::Int8(Int8Matrix::pack(&tensor)),
+            (None, _) if always => Self::Int8(Int8Matrix::pack(&tensor)),
+            (None, _) => Self::Float(tensor),
+        }
+    }
+
+    fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Float(w) => (w.rows(), w.cols()),
+            Self::Int8(w) => (w.rows(), w.cols()),
+        }
+    }
+}
+
+/// The routed experts of a layer.
+enum ExpertBank {
+    Float(Vec<Expert>),
+    /// `w1`, `w2`, `w3` of each, read as stored.
+    Int8(Vec<[Int8Matrix; 3]>),
+}
+
+/// Routed experts of one node.
+pub(super) enum Experts<'a> {
+    Float(Vec<ExpertWeights<'a>>),
+    Int8(Vec<Int8Expert<'a>>),
+}
+
 /// Every weight of a model.
 pub(super) struct CpuWeights {
-    matrices: HashMap<WeightKey, StoredTensor>,
+    matrices: HashMap<WeightKey, Weight>,
     vectors: HashMap<WeightKey, Vec<f32>>,
     tables: HashMap<WeightKey, Vec<i32>>,
-    experts: HashMap<Scope, Vec<Expert>>,
+    experts: HashMap<Scope, ExpertBank>,
 }
 
 /// True for weights that are used whole and element by element.
@@ -52,7 +102,8 @@ fn is_vector(role: Role) -> bool {
 }
 
 impl CpuWeights {
-    pub(super) fn load(source: &dyn WeightSource) -> Result<Self, DeviceError> {
+    pub(super) fn load(source: &dyn WeightSource, class: NumericClass) -> Result<Self, DeviceError> {
+        let mut banks: HashMap<Scope, Vec<Expert>> = HashMap::new();
         let mut loaded =
             Self { matrices: HashMap::new(), vectors: HashMap::new(), tables: HashMap::new(), experts: HashMap::new() };
         for key in source.keys() {
@@ -62,7 +113,7 @@ impl CpuWeights {
                 Role::ExpertW1(expert) => {
                     let part = |role| source.tensor(WeightKey { scope: key.scope, role }).ok_or_else(missing);
                     let (w2, w3) = (part(Role::ExpertW2(expert))?, part(Role::ExpertW3(expert))?);
-                    let experts = loaded.experts.entry(key.scope).or_default();
+                    let experts = banks.entry(key.scope).or_default();
                     if experts.len() != usize::from(expert) {
                         let reason = format!("experts must come in order, {} are there", experts.len());
                         return Err(DeviceError::Weight { key, reason });
@@ -80,20 +131,33 @@ impl CpuWeights {
                 }
                 _ => {
                     float(key, &tensor)?;
-                    loaded.matrices.insert(key, tensor);
+                    loaded.matrices.insert(key, Weight::new(class, key.role, tensor));
                 }
             }
         }
+        loaded.experts = banks.into_iter().map(|(scope, experts)| (scope, ExpertBank::new(class, experts))).collect();
         Ok(loaded)
     }
 
     /// # Panics
     ///
     /// If the model has no such matrix or it has another shape: graph and weights come from the same configuration.
-    pub(super) fn matrix(&self, weight: &WeightRef) -> &StoredTensor {
-        let tensor = self.matrices.get(&weight.key).unwrap_or_else(|| panic!("no matrix {}", weight.key));
-        assert_eq!((tensor.rows(), tensor.cols()), (weight.rows, weight.cols), "shape of {}", weight.key);
-        tensor
+    pub(super) fn matrix(&self, weight: &WeightRef) -> &Weight {
+        let matrix = self.matrices.get(&weight.key).unwrap_or_else(|| panic!("no matrix {}", weight.key));
+        assert_eq!(matrix.shape(), (weight.rows, weight.cols), "shape of {}", weight.key);
+        matrix
+    }
+
+    /// A matrix whose rows are looked up, or which is multiplied in `f32` in every class.
+    ///
+    /// # Panics
+    ///
+    /// As [`Self::matrix`].
+    pub(super) fn table_of_rows(&self, weight: &WeightRef) -> &StoredTensor {
+        match self.matrix(weight) {
+            Weight::Float(tensor) => tensor,
+            Weight::Int8(_) => panic!("{} was packed", weight.key),
+        }
     }
 
     /// # Panics
@@ -119,10 +183,28 @@ impl CpuWeights {
     /// # Panics
     ///
     /// As [`Self::matrix`].
-    pub(super) fn experts(&self, scope: Scope, first: usize, count: usize) -> Vec<ExpertWeights<'_>> {
-        let experts = self.experts.get(&scope).unwrap_or_else(|| panic!("no experts in {scope:?}"));
-        let part = &experts[first..first + count];
-        part.iter().map(|expert| ExpertWeights { w1: &expert.w1, w2: &expert.w2, w3: &expert.w3 }).collect()
+    pub(super) fn experts(&self, scope: Scope, first: usize, count: usize) -> Experts<'_> {
+        let range = first..first + count;
+        match self.experts.get(&scope).unwrap_or_else(|| panic!("no experts in {scope:?}")) {
+            ExpertBank::Float(experts) => {
+                let part = experts[range].iter();
+                Experts::Float(part.map(|Expert { w1, w2, w3 }| ExpertWeights { w1, w2, w3 }).collect())
+            }
+            ExpertBank::Int8(experts) => {
+                Experts::Int8(experts[range].iter().map(|[w1, w2, w3]| Int8Expert { w1, w2, w3 }).collect())
+            }
+        }
+    }
+}
+
+impl ExpertBank {
+    /// Routed experts are most of a model, so they are never copied: integer products only where the stored form allows it.
+    fn new(class: NumericClass, experts: Vec<Expert>) -> Self {
+        let refer =
+            |e: &Expert| Some([Int8Matrix::refer(&e.w1)?, Int8Matrix::refer(&e.w2)?, Int8Matrix::refer(&e.w3)?]);
+        let int8 =
+            (class == NumericClass::Fast).then(|| experts.iter().map(refer).collect::<Option<Vec<_>>>()).flatten();
+        int8.map_or(Self::Float(experts), Self::Int8)
     }
 }
 

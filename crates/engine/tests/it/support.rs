@@ -10,8 +10,15 @@ use troika_testkit::oracle_dir;
 /// The three layouts of the oracle's model, which hold identical values.
 pub(crate) const CHECKPOINTS: [&str; 3] = ["tiny", "tiny-bf16", "tiny-mlx"];
 
+/// Classes whose row contract is tested: `official` runs the kernels of `exact`.
+pub(crate) const CLASSES: [NumericClass; 2] = [NumericClass::Exact, NumericClass::Fast];
+
 pub(crate) fn options() -> RunnerOptions {
-    let mut options = RunnerOptions::new(NumericClass::Exact);
+    options_for(NumericClass::Exact)
+}
+
+pub(crate) fn options_for(class: NumericClass) -> RunnerOptions {
+    let mut options = RunnerOptions::new(class);
     options.cpu.threads = 2;
     options
 }

@@ -3,6 +3,7 @@
 mod contract;
 mod formats;
 mod golden;
+mod int8;
 mod ops;
 mod products;
 mod support;

@@ -1,0 +1,178 @@
+//! Integer products with AVX2: eight outputs by four columns in a register, activations broadcast.
+
+use std::arch::x86_64::*;
+
+use super::pack::Strip;
+use super::{GROUP, STRIP, XBlock};
+
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn multiply(w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
+    match w {
+        Strip::Fp4 { rows, scales } => fp4(rows, scales, x, sums),
+        Strip::Packed { codes, scales } => packed(codes, scales, x, sums),
+    }
+}
+
+/// Codes 0..=24, twelve too large, so that four sums of two products fit into 16 bits: 4 · 2 · 24 · 127 = 24,384.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fp4(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], x: XBlock, sums: &mut [[f32; STRIP]]) {
+    let (groups, n) = (scales[0].len(), sums.len());
+    assert!(scales.iter().all(|scales| scales.len() == groups) && rows.iter().all(|row| row.len() == groups * 16));
+    let ones = _mm256_set1_epi16(1);
+    // The next strip follows this one in memory.
+    let next = rows[0].as_ptr().wrapping_add(STRIP * groups * 16);
+    for first in (0..groups).step_by(8) {
+        let count = 8.min(groups - first);
+        let w_scales = fp4_scales(scales, first, count);
+        for (g, w_scale) in (first..first + count).zip(&w_scales) {
+            for line in [0, 64] {
+                _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(g * 128 + line).cast());
+            }
+            // SAFETY: g < groups, and every row holds 16 bytes per group (asserted above).
+            let w = unsafe { fp4_group(rows, g) };
+            let w_scale = load(w_scale);
+            let place = g * n..(g + 1) * n;
+            let rows = x.codes[place.clone()].iter().zip(&x.scales[place.clone()]).zip(&x.zeros[place]);
+            for (sums, ((x, x_scale), zero)) in sums.iter_mut().zip(rows) {
+                let (x, _) = x.as_chunks::<4>();
+                let four = |i: usize| {
+                    let pair = |i: usize| _mm256_maddubs_epi16(w[i], broadcast(&x[i]));
+                    let (a, b) = (_mm256_add_epi16(pair(i), pair(i + 1)), _mm256_add_epi16(pair(i + 2), pair(i + 3)));
+                    _mm256_madd_epi16(_mm256_add_epi16(a, b), ones)
+                };
+                let sum = _mm256_add_epi32(_mm256_add_epi32(four(0), four(4)), _mm256_set1_epi32(*zero));
+                add_scaled(sum, w_scale, *x_scale, sums);
+            }
+        }
+    }
+}
+
+/// Scales of up to eight groups from `first` on, `[group][output]`: half of 2^(b - 127), since codes are doubled.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fp4_scales(scales: &[&[u8]; STRIP], first: usize, count: usize) -> [[f32; STRIP]; 8] {
+    let mut out = [[0.0; STRIP]; 8];
+    let word = |o: usize| match scales[o][first..first + count].try_into() {
+        Ok(bytes) => i64::from_le_bytes(bytes),
+        Err(_) => scales[o][first..first + count].iter().rev().fold(0, |word, byte| word << 8 | i64::from(*byte)),
+    };
+    let pair = |o: usize| _mm_unpacklo_epi8(_mm_cvtsi64_si128(word(o)), _mm_cvtsi64_si128(word(o + 1)));
+    let [a, b, c, d] = [pair(0), pair(2), pair(4), pair(6)];
+    let (ab, ab_high) = (_mm_unpacklo_epi16(a, b), _mm_unpackhi_epi16(a, b));
+    let (cd, cd_high) = (_mm_unpacklo_epi16(c, d), _mm_unpackhi_epi16(c, d));
+    let two_groups = [
+        _mm_unpacklo_epi32(ab, cd),
+        _mm_unpackhi_epi32(ab, cd),
+        _mm_unpacklo_epi32(ab_high, cd_high),
+        _mm_unpackhi_epi32(ab_high, cd_high),
+    ];
+    for (i, out) in out.iter_mut().enumerate() {
+        let two = two_groups[i / 2];
+        let b = _mm256_cvtepu8_epi32(if i.is_multiple_of(2) { two } else { _mm_unpackhi_epi64(two, two) });
+        // Zero stands for the subnormal 2^-127, 255 for NaN.
+        let power = _mm256_max_epi32(_mm256_slli_epi32::<23>(b), _mm256_set1_epi32(0x0040_0000));
+        let nan = _mm256_and_si256(_mm256_cmpeq_epi32(b, _mm256_set1_epi32(255)), _mm256_set1_epi32(0x0040_0000));
+        let scale = _mm256_castsi256_ps(_mm256_or_si256(power, nan));
+        store(out, _mm256_mul_ps(scale, _mm256_set1_ps(0.5)));
+    }
+    out
+}
+
+/// Products of magnitudes: weights give their sign to the activations, and 2 · 127 · 127 fits into 16 bits.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn packed(codes: &[[i8; STRIP * GROUP]], scales: &[[u16; STRIP]], x: XBlock, sums: &mut [[f32; STRIP]]) {
+    let ones = _mm256_set1_epi16(1);
+    for (g, (codes, scales)) in codes.iter().zip(scales).enumerate() {
+        let (codes, _) = codes.as_chunks::<32>();
+        let magnitudes: [__m256i; 8] = std::array::from_fn(|i| _mm256_abs_epi8(load_codes(&codes[i])));
+        let w_scale = load_bf16(scales);
+        let n = sums.len();
+        let place = g * n..(g + 1) * n;
+        let rows = x.codes[place.clone()].iter().zip(&x.scales[place]);
+        for (sums, (x, x_scale)) in sums.iter_mut().zip(rows) {
+            let (x, _) = x.as_chunks::<4>();
+            let term = |i: usize| {
+                let x = _mm256_sign_epi8(broadcast(&x[i]), load_codes(&codes[i]));
+                _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes[i], x), ones)
+            };
+            let two = |i: usize| _mm256_add_epi32(term(i), term(i + 1));
+            let sum = _mm256_add_epi32(_mm256_add_epi32(two(0), two(2)), _mm256_add_epi32(two(4), two(6)));
+            add_scaled(sum, w_scale, *x_scale, sums);
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_scaled(sum: __m256i, w_scale: __m256, x_scale: f32, sums: &mut [f32; STRIP]) {
+    let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x_scale));
+    let total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, load(sums));
+    store(sums, total);
+}
+
+/// Codes of group `g` of eight outputs: lane `o` of register `2d` holds four even columns of output `o`, from byte `4d`
+/// on, register `2d + 1` the odd ones.
+///
+/// # Safety
+///
+/// Every row must have at least `16 · (g + 1)` bytes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn fp4_group(rows: &[&[u8]; STRIP], g: usize) -> [__m256i; 8] {
+    // Outputs o and o + 4 share a register from the start, so that only shuffles inside of 16 bytes remain.
+    let pair = |o: usize| {
+        // SAFETY: the caller's promise; there is no alignment requirement.
+        unsafe { _mm256_loadu2_m128i(rows[o + 4].as_ptr().add(16 * g).cast(), rows[o].as_ptr().add(16 * g).cast()) }
+    };
+    let [a, b, c, d] = [pair(0), pair(1), pair(2), pair(3)];
+    let (ab_low, ab_high) = (_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+    let (cd_low, cd_high) = (_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+    let bytes = [
+        _mm256_unpacklo_epi64(ab_low, cd_low),
+        _mm256_unpackhi_epi64(ab_low, cd_low),
+        _mm256_unpacklo_epi64(ab_high, cd_high),
+        _mm256_unpackhi_epi64(ab_high, cd_high),
+    ];
+    let nibble = _mm256_set1_epi8(15);
+    // Twice the value of each code, plus 12.
+    let table = _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    let half = |i: usize| {
+        let nibbles = if i.is_multiple_of(2) { bytes[i / 2] } else { _mm256_srli_epi16::<4>(bytes[i / 2]) };
+        _mm256_shuffle_epi8(table, _mm256_and_si256(nibbles, nibble))
+    };
+    std::array::from_fn(half)
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn broadcast(x: &[i8; 4]) -> __m256i {
+    _mm256_set1_epi32(i32::from_le_bytes(x.map(|x| x as u8)))
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load_codes(codes: &[i8; 32]) -> __m256i {
+    // SAFETY: `codes` is 32 readable bytes and `loadu` has no alignment requirement.
+    unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load_bf16(scales: &[u16; STRIP]) -> __m256 {
+    // SAFETY: `scales` is 16 readable bytes and `loadu` has no alignment requirement.
+    let halves = unsafe { _mm_loadu_si128(scales.as_ptr().cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load(lanes: &[f32; 8]) -> __m256 {
+    // SAFETY: `lanes` is 32 readable bytes and `loadu` has no alignment requirement.
+    unsafe { _mm256_loadu_ps(lanes.as_ptr()) }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn store(lanes: &mut [f32; 8], value: __m256) {
+    // SAFETY: `lanes` is 32 writable bytes and `storeu` has no alignment requirement.
+    unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), value) };
+}

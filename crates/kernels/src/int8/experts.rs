@@ -1,0 +1,197 @@
+//! Feed-forward experts with integer products: gate, up and activation in one pass, tokens sorted by expert.
+
+use std::ops::Range;
+
+use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, row_blocks, strip_tasks};
+use crate::Ctx;
+use crate::experts::{Routes, rows_of_tokens};
+use crate::parallel::{Disjoint, for_each_row, run_tasks};
+use crate::swiglu::swiglu_in_place;
+
+/// Weights of one expert: `expert(x) = w2 · swiglu(w1 · x, w3 · x)`.
+#[derive(Clone, Copy, Debug)]
+pub struct Int8Expert<'a> {
+    /// Gate, `[I, D]`.
+    pub w1: &'a Int8Matrix,
+    /// Down, `[D, I]`.
+    pub w2: &'a Int8Matrix,
+    /// Up, `[I, D]`.
+    pub w3: &'a Int8Matrix,
+}
+
+impl Int8Expert<'_> {
+    fn check(&self, dim: usize) -> usize {
+        let inner = self.w1.rows();
+        let shapes = [self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols()));
+        assert_eq!(shapes, [(inner, dim), (inner, dim), (dim, inner)], "w1 and w3 must be [I, {dim}], w2 [{dim}, I]");
+        inner
+    }
+}
+
+/// `out[t] = expert(x[t])` with activations and hidden rows rounded to eight bits.
+///
+/// - `x`   `[T, D]`
+/// - `out` `[T, D]`, overwritten
+///
+/// Accuracy: that of its three products ([`super::matmul`]) and of [`crate::swiglu()`].
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above.
+pub fn shared_expert(ctx: Ctx, x: &[f32], w: &Int8Expert, limit: Option<f32>, out: &mut [f32]) {
+    let dim = w.w2.rows();
+    assert_eq!(x.len(), out.len(), "x and out must be [T, {dim}]");
+    let rows = out.len().checked_div(dim).unwrap_or(0);
+    let parts = [Part { weights: *w, rows: 0..rows }];
+    run_parts(ctx, &parts, w.check(dim), dim, limit, |t| &x[t * dim..(t + 1) * dim], |_| 1.0, out);
+}
+
+/// Adds `weight · expert(x)` of the experts `first..first + experts.len()` to the tokens routed to them, experts in
+/// ascending order: a range of experts split over several calls gives the same bits. The weight is multiplied in
+/// before `w2`, as in the official code.
+///
+/// - `x`       `[T, D]`
+/// - `ids`     `[T, top_k]`; other experts' entries are skipped
+/// - `weights` `[T, top_k]`
+/// - `acc`     `[T, D]`, added to
+///
+/// Accuracy: that of the products and of [`crate::swiglu()`].
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above, or the experts have different shapes.
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+pub fn routed_experts(
+    ctx: Ctx,
+    x: &[f32],
+    ids: &[i32],
+    weights: &[f32],
+    top_k: usize,
+    first: usize,
+    experts: &[Int8Expert],
+    limit: Option<f32>,
+    acc: &mut [f32],
+) {
+    /// Rows (token and expert) computed together: bounds the scratch space while many experts keep all threads busy.
+    const BATCH: usize = 1024;
+    assert_eq!(x.len(), acc.len(), "x and acc must be [T, D]");
+    assert!(ids.len() == weights.len(), "ids and weights must be [T, {top_k}]");
+    let Some(expert) = experts.first() else { return };
+    let dim = expert.w2.rows();
+    let tokens = acc.len().checked_div(dim).unwrap_or(0);
+    assert_eq!(acc.len(), tokens * dim, "acc must be [T, {dim}]");
+    assert_eq!(ids.len(), tokens * top_k, "ids must be [{tokens}, {top_k}]");
+    let inner = expert.check(dim);
+    experts.iter().for_each(|expert| assert_eq!(expert.check(dim), inner, "experts must have one shape"));
+
+    let routes = Routes::new(ids, top_k, first, experts.len());
+    for batch in routes.batches(BATCH) {
+        let entries = routes.entries(batch.clone());
+        let start = routes.starts[batch.start];
+        let parts: Vec<Part> = batch
+            .map(|e| Part { weights: experts[e], rows: routes.starts[e] - start..routes.starts[e + 1] - start })
+            .filter(|part| !part.rows.is_empty())
+            .collect();
+        let mut results = vec![0.0; entries.len() * dim];
+        let row = |r: usize| {
+            let t = entries[r] / top_k;
+            &x[t * dim..(t + 1) * dim]
+        };
+        run_parts(ctx, &parts, inner, dim, limit, row, |r| weights[entries[r]], &mut results);
+        let rows_of = rows_of_tokens(entries, top_k, tokens);
+        for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
+            for &r in &rows_of[t] {
+                acc.iter_mut().zip(&results[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);
+            }
+        });
+    }
+}
+
+/// The rows that belong to one expert; those of several follow one another from 0.
+struct Part<'a> {
+    weights: Int8Expert<'a>,
+    rows: Range<usize>,
+}
+
+/// Some strips of one part.
+struct Task {
+    part: usize,
+    strips: Range<usize>,
+}
+
+fn tasks(ctx: Ctx, parts: &[Part], outputs: usize, cols: usize) -> Vec<Task> {
+    let strips = outputs.div_ceil(STRIP);
+    let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
+    // Few parts are cut more finely than many.
+    let wanted = strip_tasks(ctx, strips * parts.len(), rows * cols).max(parts.len());
+    let each = wanted.div_ceil(parts.len().max(1)).min(strips).max(1);
+    let cut = |part: usize| (0..each).map(move |i| Task { part, strips: strips * i / each..strips * (i + 1) / each });
+    (0..parts.len()).flat_map(cut).collect()
+}
+
+/// `out[r] = w2 · (factor(r) · swiglu(w1 · row(r), w3 · row(r)))` with the weights of the part that `r` belongs to.
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+fn run_parts<'a>(
+    ctx: Ctx,
+    parts: &[Part],
+    inner: usize,
+    dim: usize,
+    limit: Option<f32>,
+    row: impl Fn(usize) -> &'a [f32] + Sync,
+    factor: impl Fn(usize) -> f32 + Sync,
+    out: &mut [f32],
+) {
+    let blocks: Vec<Range<usize>> = parts.iter().flat_map(|part| row_blocks(part.rows.clone())).collect();
+    let rows = parts.last().map_or(0, |part| part.rows.end);
+    if rows == 0 || dim == 0 {
+        return;
+    }
+    let x = Quantized::new(ctx, &blocks, 1, dim, row);
+    let mut hidden = vec![0.0; rows * inner];
+    {
+        let hidden = Disjoint::new(&mut hidden);
+        let tasks = tasks(ctx, parts, inner, 2 * dim);
+        run_tasks(ctx, tasks.len(), |i| {
+            let Task { part, strips } = &tasks[i];
+            let Part { weights, rows } = &parts[*part];
+            let (mut gate, mut up) = ([[0.0; STRIP]; ROW_BLOCK], [[0.0; STRIP]; ROW_BLOCK]);
+            for block in row_blocks(rows.clone()) {
+                let (gate, up) = (&mut gate[..block.len()], &mut up[..block.len()]);
+                for strip in strips.clone() {
+                    let x = x.block(block.clone(), 0);
+                    multiply(ctx, &weights.w1.strip(strip), x, gate);
+                    multiply(ctx, &weights.w3.strip(strip), x, up);
+                    swiglu_in_place(ctx.level, gate.as_flattened_mut(), up.as_flattened(), limit, 1.0);
+                    let first = strip * STRIP;
+                    let count = STRIP.min(inner - first);
+                    for (r, gate) in block.clone().zip(&*gate) {
+                        // SAFETY: each strip of a part belongs to one task, and parts have disjoint rows.
+                        let hidden = unsafe { hidden.piece(r * inner + first..r * inner + first + count) };
+                        hidden.iter_mut().zip(gate).for_each(|(hidden, x)| *hidden = x * factor(r));
+                    }
+                }
+            }
+        });
+    }
+    let x = Quantized::new(ctx, &blocks, 1, inner, |r| &hidden[r * inner..(r + 1) * inner]);
+    let out = Disjoint::new(out);
+    let tasks = tasks(ctx, parts, dim, inner);
+    run_tasks(ctx, tasks.len(), |i| {
+        let Task { part, strips } = &tasks[i];
+        let Part { weights, rows } = &parts[*part];
+        let mut sums = [[0.0; STRIP]; ROW_BLOCK];
+        for block in row_blocks(rows.clone()) {
+            for strip in strips.clone() {
+                let sums = &mut sums[..block.len()];
+                multiply(ctx, &weights.w2.strip(strip), x.block(block.clone(), 0), sums);
+                let first = strip * STRIP;
+                let count = STRIP.min(dim - first);
+                for (r, sums) in block.clone().zip(&*sums) {
+                    // SAFETY: each strip of a part belongs to one task, and parts have disjoint rows.
+                    let out = unsafe { out.piece(r * dim + first..r * dim + first + count) };
+                    copy_strip(sums, out);
+                }
+            }
+        }
+    });
+}

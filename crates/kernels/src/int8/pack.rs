@@ -1,0 +1,173 @@
+//! Weights as the integer kernels read them, in strips of eight outputs.
+
+use troika_base::{Format, StoredTensor};
+
+use super::{GROUP, STRIP};
+use crate::CpuLevel;
+use crate::formats::{Matrix, bf16_to_f32};
+
+/// Which column of a group stands at each place. A lane of 32 bits holds the low nibbles of four bytes of fp4 codes, the
+/// even columns, or their high nibbles, the odd ones; everything else follows this order.
+pub(super) const ORDER: [usize; GROUP] = order();
+
+const fn order() -> [usize; GROUP] {
+    let mut order = [0; GROUP];
+    let mut i = 0;
+    while i < GROUP {
+        order[i] = i / 8 * 8 + i % 4 * 2 + i % 8 / 4;
+        i += 1;
+    }
+    order
+}
+
+/// A weight for integer products, `[rows, cols]`.
+#[derive(Clone, Debug)]
+pub struct Int8Matrix {
+    rows: usize,
+    cols: usize,
+    form: Form,
+}
+
+#[derive(Clone, Debug)]
+enum Form {
+    /// As stored; nothing is copied.
+    Fp4(StoredTensor),
+    /// `codes` `[strip][group][8 places of 4 columns][8 outputs][4 columns]`, `scales` `[strip][group][8 outputs]` in bf16.
+    Packed { codes: Vec<[i8; STRIP * GROUP]>, scales: Vec<[u16; STRIP]> },
+}
+
+/// Eight outputs, fewer at the end of a matrix.
+#[expect(clippy::large_enum_variant, reason = "made and used on the stack, strip by strip")]
+pub(super) enum Strip<'a> {
+    Fp4 {
+        /// Codes of each output; the last one repeated where there are fewer.
+        rows: [&'a [u8]; STRIP],
+        /// Scales of each output.
+        scales: [&'a [u8]; STRIP],
+    },
+    Packed {
+        codes: &'a [[i8; STRIP * GROUP]],
+        scales: &'a [[u16; STRIP]],
+    },
+}
+
+impl Int8Matrix {
+    /// Refers to a tensor whose codes are integers already ([`Format::Mxfp4`]); `None` for other formats.
+    pub fn refer(w: &StoredTensor) -> Option<Self> {
+        let form = (w.format() == Format::Mxfp4).then(|| Form::Fp4(w.clone()))?;
+        Some(Self { rows: w.rows(), cols: w.cols(), form })
+    }
+
+    /// Rounds a tensor of any float format to eight bits per output and group of 32 columns: a copy of 17/16 bytes per
+    /// number. A group that holds a number which is not finite becomes NaN.
+    ///
+    /// # Panics
+    ///
+    /// If `w` is a table of integers.
+    pub fn pack(w: &StoredTensor) -> Self {
+        let (rows, cols) = (w.rows(), w.cols());
+        let (strips, groups) = (rows.div_ceil(STRIP), cols.div_ceil(GROUP));
+        let mut codes = vec![[0; STRIP * GROUP]; strips * groups];
+        let mut scales = vec![[0; STRIP]; strips * groups];
+        let (source, level) = (Matrix::stored(w), CpuLevel::best());
+        let mut row = vec![0.0; groups * GROUP];
+        for output in 0..rows {
+            source.decode(level, output, 0, &mut row[..cols]);
+            let (strip, lane) = (output / STRIP, output % STRIP);
+            for (g, x) in row.as_chunks::<GROUP>().0.iter().enumerate() {
+                let (codes, scales) = (&mut codes[strip * groups + g], &mut scales[strip * groups + g]);
+                scales[lane] = round_group(x, |place, code| codes[place / 4 * 32 + lane * 4 + place % 4] = code);
+            }
+        }
+        Self { rows, cols, form: Form::Packed { codes, scales } }
+    }
+
+    /// Output channels.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input channels.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// Bytes that were allocated for it.
+    pub fn packed_bytes(&self) -> u64 {
+        match &self.form {
+            Form::Fp4(_) => 0,
+            Form::Packed { codes, scales } => (size_of_val(&codes[..]) + size_of_val(&scales[..])) as u64,
+        }
+    }
+
+    /// The numbers that products use, `[rows, cols]`.
+    pub fn to_f32(&self) -> Vec<f32> {
+        match &self.form {
+            Form::Fp4(w) => crate::to_f32(w),
+            Form::Packed { codes, scales } => {
+                let groups = self.cols.div_ceil(GROUP);
+                let place_of = |column: usize| ORDER.iter().position(|c| *c == column).expect("a permutation");
+                let places: Vec<usize> = (0..GROUP).map(place_of).collect();
+                let number = |row: usize, col: usize| {
+                    let (at, lane, place) = (row / STRIP * groups + col / GROUP, row % STRIP, places[col % GROUP]);
+                    f32::from(codes[at][place / 4 * 32 + lane * 4 + place % 4]) * bf16_to_f32(scales[at][lane])
+                };
+                (0..self.rows)
+                    .flat_map(|row| (0..self.cols).map(move |col| (row, col)))
+                    .map(|(r, c)| number(r, c))
+                    .collect()
+            }
+        }
+    }
+
+    pub(super) fn strip(&self, strip: usize) -> Strip<'_> {
+        match &self.form {
+            Form::Fp4(w) => {
+                let (groups, data, scales) = (self.cols / GROUP, w.data(), w.scales());
+                let row = |lane: usize| (strip * STRIP + lane).min(self.rows - 1);
+                Strip::Fp4 {
+                    rows: std::array::from_fn(|lane| &data[row(lane) * groups * 16..(row(lane) + 1) * groups * 16]),
+                    scales: std::array::from_fn(|lane| &scales[row(lane) * groups..(row(lane) + 1) * groups]),
+                }
+            }
+            Form::Packed { codes, scales } => {
+                let groups = self.cols.div_ceil(GROUP);
+                let range = strip * groups..(strip + 1) * groups;
+                Strip::Packed { codes: &codes[range.clone()], scales: &scales[range] }
+            }
+        }
+    }
+}
+
+impl Strip<'_> {
+    pub(super) fn groups(&self) -> usize {
+        match self {
+            Self::Fp4 { scales, .. } => scales[0].len(),
+            Self::Packed { codes, .. } => codes.len(),
+        }
+    }
+}
+
+/// Rounds 32 weights, calls `put` with the place and code of each, and returns their scale.
+fn round_group(x: &[f32; GROUP], mut put: impl FnMut(usize, i8)) -> u16 {
+    /// 1.5 · 2^23.
+    const ROUND: f32 = 12_582_912.0;
+    /// bf16's quiet NaN.
+    const NAN: u16 = 0x7fc0;
+    let amax = x.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+    if !x.iter().all(|x| x.is_finite()) {
+        return NAN;
+    }
+    // Rounded up, so that no code exceeds 127.
+    let scale = ((amax / 127.0).to_bits().wrapping_add(0xffff) >> 16) as u16;
+    let step = bf16_to_f32(scale);
+    if step > 0.0 && step.is_normal() {
+        for (place, &column) in ORDER.iter().enumerate() {
+            // Rounds to the nearest integer, which is left in the low mantissa bits.
+            put(place, (x[column] / step + ROUND).to_bits() as i8);
+        }
+        scale
+    } else {
+        0
+    }
+}
