@@ -97,7 +97,7 @@ impl Generation {
             };
             let piece = match event {
                 Some(Event::Prefilled { .. }) => None,
-                Some(Event::Token(token)) => {
+                Some(Event::Token { token, .. }) => {
                     self.completion_tokens += 1;
                     let text = self.detokenizer.push(token);
                     self.text(&text, None)
@@ -143,7 +143,7 @@ impl Generation {
 
     fn finish(&mut self, reason: FinishReason) -> Piece {
         let ending = match reason {
-            FinishReason::StopToken(_) => Ending::Stop,
+            FinishReason::StopToken(_) | FinishReason::ConstraintComplete => Ending::Stop,
             FinishReason::Length | FinishReason::ContextFull => Ending::Length,
             FinishReason::Shutdown => return Piece::Failed(ApiError::shutting_down()),
             FinishReason::Cancelled => return failed("cancelled", "The generation was cancelled."),

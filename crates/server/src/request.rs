@@ -122,6 +122,7 @@ fn parse_sampling(fields: &mut Fields, state: &ServerState) -> Result<Sampling, 
         top_k: parse_top_k(fields)?,
         min_p: fields.number("min_p", 1.0)?.unwrap_or(0.0),
         seed: parse_seed(fields)?.unwrap_or_else(random_seed),
+        ..Sampling::GREEDY
     })
 }
 

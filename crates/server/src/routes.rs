@@ -194,12 +194,9 @@ fn encode(state: &ServerState, asked: &Asked) -> Result<GenerateRequest, ApiErro
     if room == 0 {
         return Err(ApiError::prompt_too_long(prompt.len(), state.max_context_tokens));
     }
-    Ok(GenerateRequest {
-        prompt,
-        max_new_tokens: asked.max_tokens.map_or(room, |max_tokens| max_tokens.min(room)),
-        sampling: asked.sampling,
-        stop_tokens: state.stop_tokens.clone(),
-    })
+    let max_new_tokens = asked.max_tokens.map_or(room, |max_tokens| max_tokens.min(room));
+    let request = GenerateRequest::new(prompt, max_new_tokens, asked.sampling);
+    Ok(GenerateRequest { stop_tokens: state.stop_tokens.clone(), ..request })
 }
 
 fn unix_time_s() -> u64 {

@@ -84,11 +84,10 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
     let ids = encode(&tokenizer, prompt, args.chat)?;
+    let sampling = sampling(args, model.sampling_advice()?);
     let request = GenerateRequest {
-        max_new_tokens: args.max_tokens as usize,
-        sampling: sampling(args, model.sampling_advice()?),
         stop_tokens: model.config.eos_token_ids.clone(),
-        prompt: ids,
+        ..GenerateRequest::new(ids, args.max_tokens as usize, sampling)
     };
     let options = EngineOptions {
         chunk_tokens: 512,
@@ -146,6 +145,7 @@ fn sampling(args: &Args, (temperature, top_p): (f32, f32)) -> Sampling {
         top_k: args.top_k,
         min_p: args.min_p,
         seed: args.seed,
+        ..Sampling::GREEDY
     }
 }
 
@@ -186,7 +186,7 @@ impl Printed {
             };
             match event {
                 Event::Prefilled { num_computed_tokens } => self.prefill.set_position(num_computed_tokens as u64),
-                Event::Token(token) => {
+                Event::Token { token, .. } => {
                     self.prefill.finish_and_clear();
                     self.first_token.get_or_insert_with(Instant::now);
                     self.last_token = Some(Instant::now());
@@ -243,7 +243,7 @@ fn summarize(printed: &Printed, end: &End, submitted: Instant, load_s: f64) {
         _ => "-".to_owned(),
     };
     let why = match end {
-        End::Done(FinishReason::StopToken(_)) => "end of text",
+        End::Done(FinishReason::StopToken(_) | FinishReason::ConstraintComplete) => "end of text",
         End::Done(FinishReason::Length) => "token limit (-n)",
         End::Done(FinishReason::ContextFull) => "context full",
         End::Done(_) => "cancelled",
