@@ -46,6 +46,40 @@ pub struct StateShape {
     pub layers: BTreeMap<Scope, LayerShape>,
 }
 
+impl StateShape {
+    /// Least number of tokens after which no compressor has a pending token, in multiples of 128.
+    pub fn block_tokens(&self) -> usize {
+        let pools = self.layers.values().flat_map(|layer| [layer.compressed, layer.index]).flatten();
+        pools.fold(128, |block, pool| lcm(block, pool.ratio))
+    }
+
+    /// Most bytes that a sequence holds whatever its length, but for rows of the step in flight.
+    pub fn fixed_bytes(&self) -> u64 {
+        let floats = self.layers.values().map(|layer| {
+            let pools = [layer.compressed, layer.index].into_iter().flatten();
+            // Windows and tails are trimmed only after as much again has come in; the piece begun is reserve.
+            let pools: usize = pools.map(|p| 2 * 2 * p.ratio * p.width() + Rows::PIECE * p.dim).sum();
+            2 * layer.window * layer.head_dim + pools
+        });
+        floats.sum::<usize>() as u64 * 4
+    }
+
+    /// Bytes of the append-only rows of [`Self::block_tokens`] tokens.
+    pub fn bytes_per_block(&self) -> u64 {
+        let block = self.block_tokens();
+        let pools = self.layers.values().flat_map(|layer| [layer.compressed, layer.index]).flatten();
+        pools.map(|pool| (block / pool.ratio * pool.dim * 4) as u64).sum()
+    }
+}
+
+fn lcm(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}
+
 /// Rows of equal width in pieces of [`Rows::PIECE`], so that growing never copies what is there.
 #[derive(Clone, Debug)]
 pub struct Rows {

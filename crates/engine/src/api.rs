@@ -302,6 +302,12 @@ pub struct EngineStatus {
     pub completion_tokens_total: u64,
     /// Requests that ended, by any reason.
     pub requests_total: u64,
+    /// How often a sequence gave its state back to others and was computed again.
+    pub preemptions_total: u64,
+    /// Bytes set aside for the state of running sequences.
+    pub state_bytes_reserved: u64,
+    /// Seconds after which a request that is refused now may be tried again.
+    pub retry_after_s: u64,
     /// Why the engine stopped, if it did.
     pub failure: Option<String>,
 }

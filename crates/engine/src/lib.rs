@@ -10,6 +10,7 @@ mod engine;
 mod runner;
 mod sampler;
 
+pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::{Engine, EngineOptions};
 pub use runner::{Chunk, Draft, Forward, Runner, RunnerError, RunnerOptions, WantLogits};
 pub use sampler::{SampleError, sample};

@@ -94,6 +94,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_running: 1,
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,
+        max_itl: EngineOptions::DEFAULT_MAX_ITL,
+        memory_bytes: u64::MAX,
     };
     let engine = Engine::start(model.runner(args.model.runner_options())?, options)?;
     let loaded = start.elapsed();

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use tokio::net::TcpListener;
@@ -39,6 +39,10 @@ pub(crate) struct Args {
     /// Requests that may wait; more are refused with status 429.
     #[arg(long, default_value_t = 256, value_name = "N")]
     max_queued: usize,
+    /// Longest gap between the tokens of a running answer while prompts are computed, in milliseconds; a machine that cannot
+    /// keep it gives prompts a third of its time.
+    #[arg(long, default_value_t = 200, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    max_itl: u32,
 }
 
 /// A signal that asks the process to end.
@@ -93,6 +97,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_running: args.max_running as usize,
         max_queued: args.max_queued,
         max_context_tokens,
+        max_itl: Duration::from_millis(args.max_itl.into()),
+        memory_bytes: u64::MAX,
     };
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);

@@ -1,0 +1,411 @@
+//! What happens on the engine's thread, without the thread: requests in, steps out, tokens drawn, events offered.
+//!
+//! Time arrives as an argument and steps are done by a [`StepRunner`], so the same code runs on a virtual clock with a model
+//! whose next token hashes the rows it read. The scheduler decides what is computed; this module carries it out.
+//!
+//! A decode step with the next token of every running sequence and a prefill step with prompt chunks are in flight side by
+//! side. By the row contract neither can change the other's numbers.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use troika_base::{RequestId, SequenceId};
+use troika_device::{SequenceState, StateShape};
+use troika_graph::Acceptance;
+use troika_runtime::{ExecutorError, Priority, Ticket};
+use troika_scheduler::{
+    Geometry, GeometryRequest, Lane, Limits, NewSequence, Refusal, Scheduler, StateCost, StepPlan, Urgency,
+};
+
+use super::EngineOptions;
+use super::live::Live;
+use crate::api::{EngineStatus, Event, EventSink, FinishReason, GenerateRequest};
+use crate::runner::{Chunk, RunnerError, WantLogits};
+
+/// Does forward passes. The engine's own is [`crate::Runner`]; tests have one that computes no model.
+pub trait StepRunner {
+    /// What a sequence keeps in each layer.
+    fn state_shape(&self) -> &StateShape;
+
+    /// Bytes that the values of a step of so many rows take at most.
+    fn step_bytes(&self, rows: usize) -> u64;
+
+    /// Starts an empty sequence.
+    fn new_sequence(&mut self) -> SequenceId;
+
+    /// Starts a sequence with a state.
+    fn adopt(&mut self, state: SequenceState) -> SequenceId;
+
+    /// A sequence's state.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    fn sequence_state(&self, sequence: SequenceId) -> Result<Arc<SequenceState>, RunnerError>;
+
+    /// Forgets a sequence and frees its state. Unknown ids are ignored.
+    fn drop_sequence(&mut self, sequence: SequenceId);
+
+    /// Queues one step.
+    ///
+    /// # Errors
+    ///
+    /// If a chunk is malformed; nothing has changed then.
+    fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError>;
+
+    /// Waits for any step in flight, at most until `until`. Rows of the step are committed.
+    ///
+    /// # Errors
+    ///
+    /// If a step failed. Its sequences are dropped, since their state is no longer to be trusted.
+    fn wait(&mut self, until: Option<Instant>) -> Result<Option<StepResult>, RunnerError>;
+}
+
+/// A step that is done.
+#[derive(Debug)]
+pub struct StepResult {
+    /// Which.
+    pub ticket: Ticket,
+    /// Of each chunk, `[rows, vocab_size]`.
+    pub logits: Vec<Vec<f32>>,
+    /// From submission to the last node, microseconds.
+    pub elapsed_us: u64,
+    /// The longest node, microseconds.
+    pub longest_node_us: u64,
+}
+
+/// A request on its way to the core.
+pub struct Submission {
+    /// Its name, larger than that of any request before.
+    pub id: RequestId,
+    /// What is asked for.
+    pub request: GenerateRequest,
+    /// Who hears of it.
+    pub sink: Box<dyn EventSink>,
+    /// When it came in.
+    pub submitted_us: u64,
+}
+
+impl Submission {
+    pub(super) fn refuse(mut self, message: &str) {
+        self.sink.offer(&Event::Failed { message: message.to_owned() });
+    }
+}
+
+/// What a step in flight was made of.
+struct InFlight {
+    lane: Lane,
+    /// Request and tokens, in the order of the step's chunks.
+    parts: Vec<(RequestId, usize)>,
+}
+
+/// Requests, and what becomes of them.
+pub struct Core<R> {
+    runner: R,
+    max_context_tokens: usize,
+    status: Arc<Mutex<EngineStatus>>,
+    scheduler: Scheduler,
+    /// In order of arrival, since ids ascend.
+    requests: BTreeMap<RequestId, Live>,
+    in_flight: BTreeMap<Ticket, InFlight>,
+}
+
+impl<R: StepRunner> Core<R> {
+    /// Resolves the geometry and starts with no requests.
+    pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
+        let scheduler = Scheduler::new(limits(&runner, options));
+        let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
+        Self { runner, max_context_tokens: options.max_context_tokens, status, scheduler, requests, in_flight }
+    }
+
+    /// The scheduler, to look at.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// What does the steps.
+    pub fn runner(&self) -> &R {
+        &self.runner
+    }
+
+    /// What does the steps.
+    pub fn runner_mut(&mut self) -> &mut R {
+        &mut self.runner
+    }
+
+    /// True if there is no request and no step.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty() && self.in_flight.is_empty()
+    }
+
+    /// True if no step is in flight: nothing happens until a command comes in or a listener makes room.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// When [`Self::turn`] wants to be called again, whatever happens meanwhile.
+    pub fn next_due_us(&self) -> Option<u64> {
+        self.scheduler.next_due_us()
+    }
+
+    /// Takes a request.
+    pub fn submit(&mut self, submission: Submission, now_us: u64) {
+        let mut live = Live::new(submission);
+        let new = NewSequence { tokens: live.tokens.len(), urgency: Urgency::Normal, deadline_us: None };
+        match self.scheduler.submit(live.id, new) {
+            Ok(()) => {}
+            Err(Refusal::QueueFull { queued, limit }) => {
+                live.fail(&format!("the queue is full: {queued} requests wait (limit {limit})"));
+            }
+            Err(Refusal::NeverFits { need_bytes, limit_bytes }) => {
+                live.fail(&format!("the prompt needs {need_bytes} bytes of state; the limit is {limit_bytes}"));
+            }
+        }
+        self.requests.insert(live.id, live);
+        self.forget_ended(now_us);
+    }
+
+    /// Ends a request early. Unknown ids are ignored.
+    pub fn cancel(&mut self, id: RequestId, _now_us: u64) {
+        if let Some(live) = self.requests.get_mut(&id) {
+            live.finish(FinishReason::Cancelled);
+        }
+    }
+
+    /// Ends every request.
+    pub fn finish_all(&mut self, reason: FinishReason, _now_us: u64) {
+        for live in self.requests.values_mut() {
+            live.finish(reason);
+            // A listener that never makes room must not hold up the end of the engine.
+            live.deliver();
+            live.pending.clear();
+        }
+    }
+
+    /// Ends every request with an error; nothing is computed any more.
+    pub fn stop(&mut self, message: &str, _now_us: u64) {
+        lock(&self.status).failure = Some(message.to_owned());
+        for live in self.requests.values_mut() {
+            live.fail(message);
+            live.deliver();
+        }
+    }
+
+    /// Does everything that can be done without waiting.
+    pub fn turn(&mut self, now_us: u64) {
+        for id in self.scheduler.expired(now_us) {
+            if let Some(live) = self.requests.get_mut(&id) {
+                live.fail("the deadline passed before the request could start");
+            }
+        }
+        self.deliver_pending();
+        self.forget_ended(now_us);
+        self.admit(now_us);
+        for lane in [Lane::Decode, Lane::Prefill] {
+            if !self.in_flight.values().any(|step| step.lane == lane) {
+                let plan = self.scheduler.plan(lane, now_us);
+                self.carry_out(lane, plan);
+            }
+        }
+        self.publish();
+    }
+
+    /// Offers what could not be delivered before.
+    fn deliver_pending(&mut self) {
+        for (id, live) in &mut self.requests {
+            live.deliver();
+            self.scheduler.set_paused(*id, !live.pending.is_empty());
+        }
+    }
+
+    /// Frees the state of requests that have ended, and forgets those that are through.
+    fn forget_ended(&mut self, _now_us: u64) {
+        let mut through = Vec::new();
+        for (id, live) in &mut self.requests {
+            if live.ended && self.scheduler.end(*id) {
+                if let Some(sequence) = live.sequence.take() {
+                    self.runner.drop_sequence(sequence);
+                }
+                if live.pending.is_empty() {
+                    through.push(*id);
+                }
+            }
+        }
+        for id in through {
+            let live = self.requests.remove(&id).expect("listed above");
+            let mut status = lock(&self.status);
+            status.requests_total += 1;
+            if live.started_us.is_none() {
+                status.queued = status.queued.saturating_sub(1);
+            }
+        }
+    }
+
+    fn admit(&mut self, now_us: u64) {
+        for id in self.scheduler.admit() {
+            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+            live.sequence = Some(self.runner.new_sequence());
+            if live.started_us.is_none() {
+                live.started_us = Some(now_us);
+                let mut status = lock(&self.status);
+                status.queued = status.queued.saturating_sub(1);
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let mut status = lock(&self.status);
+        status.running = self.scheduler.num_running();
+        status.preemptions_total = self.scheduler.num_preemptions();
+        status.retry_after_s = self.scheduler.retry_after_s();
+        status.state_bytes_reserved = self.scheduler.reserved_bytes();
+    }
+
+    fn carry_out(&mut self, lane: Lane, plan: StepPlan) {
+        for id in plan.preempted {
+            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+            let sequence = live.sequence.take().expect("a preempted sequence has state");
+            self.runner.drop_sequence(sequence);
+            live.num_computed_tokens = 0;
+            tracing::debug!(request_id = %id, "preempted");
+        }
+        for id in plan.exhausted {
+            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+            live.fail("the sequence has outgrown the memory");
+        }
+        if !plan.parts.is_empty() {
+            self.submit_step(lane, plan.parts);
+        }
+    }
+
+    fn submit_step(&mut self, lane: Lane, parts: Vec<troika_scheduler::Part>) {
+        let chunks: Vec<Chunk<'_>> = parts
+            .iter()
+            .map(|part| {
+                let live = &self.requests[&part.request];
+                let tokens = &live.tokens[part.chunk.start..part.chunk.start + part.chunk.width];
+                let logits = if lane == Lane::Decode { WantLogits::Last(1) } else { WantLogits::No };
+                let sequence = live.sequence.expect("a part of a step has a sequence");
+                Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }
+            })
+            .collect();
+        let priority = if lane == Lane::Decode { Priority::Decode } else { Priority::Prefill };
+        let submitted = self.runner.submit(&chunks, priority);
+        match submitted {
+            Ok(ticket) => {
+                let parts = parts.into_iter().map(|part| (part.request, part.chunk.width)).collect();
+                self.in_flight.insert(ticket, InFlight { lane, parts });
+            }
+            Err(error) => {
+                self.scheduler.abandon(lane);
+                for part in parts {
+                    self.requests.get_mut(&part.request).expect("taken from the table").fail(&error.to_string());
+                }
+            }
+        }
+    }
+
+    /// Waits for a step in flight, at most until `until`, and takes its results at the time `now_us` then says.
+    ///
+    /// # Panics
+    ///
+    /// If nothing is in flight, or the devices are gone.
+    pub fn wait(&mut self, until: Option<Instant>, now_us: impl Fn() -> u64) {
+        match self.runner.wait(until) {
+            Ok(None) => {}
+            Ok(Some(result)) => {
+                let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
+                self.take_results(&step, result, now_us());
+            }
+            Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
+                tracing::error!(%step, reason, "a step failed");
+                let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
+                self.scheduler.abandon(failed.lane);
+                for (id, _) in failed.parts {
+                    let live = self.requests.get_mut(&id).expect("requests outlive their steps");
+                    // The runner has dropped its state.
+                    live.sequence = None;
+                    live.fail(&format!("the computation failed: {reason}"));
+                }
+            }
+            Err(error) => panic!("the devices are gone: {error}"),
+        }
+    }
+
+    fn take_results(&mut self, step: &InFlight, result: StepResult, now_us: u64) {
+        self.scheduler.complete(step.lane, now_us, result.elapsed_us, result.longest_node_us);
+        for ((id, width), mut logits) in step.parts.iter().zip(result.logits) {
+            let live = self.requests.get_mut(id).expect("requests outlive their steps");
+            let before = live.num_computed_tokens;
+            live.num_computed_tokens += width;
+            let of_prompt = live.num_computed_tokens.min(live.prompt_tokens).saturating_sub(before);
+            lock(&self.status).prompt_tokens_total += of_prompt as u64;
+            if live.ended {
+                continue;
+            }
+            if of_prompt > 0 {
+                live.report_prefill();
+            }
+            if !logits.is_empty() && !live.ended && live.draw(&mut logits, self.max_context_tokens, now_us) {
+                lock(&self.status).completion_tokens_total += 1;
+            }
+            if !live.ended && step.lane == Lane::Decode {
+                self.scheduler.push_token(*id);
+            }
+        }
+    }
+
+    /// # Panics
+    ///
+    /// If the books do not add up.
+    pub fn check_invariants(&self) {
+        self.scheduler.check_invariants();
+        for (id, live) in &self.requests {
+            if !live.ended {
+                assert_eq!(live.sequence.is_some(), self.scheduler.is_admitted(*id), "{id} and its state");
+                let computed = self.scheduler.num_computed_tokens(*id);
+                assert_eq!(live.num_computed_tokens, computed, "{id} has computed");
+            }
+        }
+        let holding = self.requests.values().filter(|live| live.sequence.is_some()).count();
+        assert!(holding <= self.scheduler.limits().max_running, "{holding} sequences have state");
+    }
+}
+
+fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
+    let shape = runner.state_shape();
+    let request = GeometryRequest {
+        tile: None,
+        step: options.chunk_tokens.max(1),
+        honour_step: false,
+        block: shape.block_tokens(),
+        cache: false,
+        snapshot_spacing: 0,
+    };
+    let decode_bytes = runner.step_bytes(options.max_running);
+    // Half of the memory at most is for the values of steps.
+    let fits = |rows: usize| {
+        options.memory_bytes == u64::MAX
+            || runner.step_bytes(rows).saturating_add(decode_bytes) <= options.memory_bytes / 2
+    };
+    let geometry = Geometry::resolve(&request, fits);
+    let steps = runner.step_bytes(geometry.step).saturating_add(decode_bytes);
+    Limits {
+        geometry,
+        budget_tokens: geometry.step,
+        max_running: options.max_running.max(1),
+        max_queued: options.max_queued,
+        max_itl_us: options.max_itl.as_micros() as u64,
+        state_bytes: if options.memory_bytes == u64::MAX {
+            u64::MAX
+        } else {
+            options.memory_bytes.saturating_sub(steps)
+        },
+        state_cost: StateCost { fixed_bytes: shape.fixed_bytes(), bytes_per_block: shape.bytes_per_block() },
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
