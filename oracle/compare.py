@@ -13,7 +13,8 @@ import numpy as np
 
 import ref_model as R
 
-CHECKPOINTS = [f"{d}/{f}" for d in ("tiny", "tiny-bf16", "tiny-mlx") for f in ("config.json", "model.safetensors")]
+CHECKPOINTS = [f"{d}/{f}" for d in ("tiny", "tiny-bf16", "tiny-mlx", "variant-pro") for f in ("config.json", "model.safetensors")]
+CHECKPOINTS += [f"variant-mixed/{f}" for f in ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")]
 # max abs difference. Another BLAS moves the last digits; logits may also come from the other source (4.4e-5 apart).
 TOLERANCE = {
     "golden_logits.safetensors": 1e-4,
@@ -21,6 +22,7 @@ TOLERANCE = {
     "golden_state.safetensors": 1e-5,
     "golden_draft.safetensors": 1e-5,
     "golden_units.safetensors": 1e-12,
+    "golden_variants.safetensors": 1e-5,
 }
 
 

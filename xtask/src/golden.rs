@@ -53,6 +53,9 @@ pub(crate) fn run(repo: &Repo, options: Options) -> anyhow::Result<bool> {
     let log = made.join("make_golden.log");
     command.stdout(std::fs::File::create(&log).with_context(|| format!("cannot write {}", log.display()))?);
     ensure!(status(&mut command)?, "oracle/make_golden.py failed; see above");
+    let mut command = Command::new(&python);
+    command.arg(oracle.join("make_variants.py")).arg("--root").arg(&made);
+    ensure!(status(&mut command)?, "oracle/make_variants.py failed; see above");
 
     let same = status(Command::new(&python).arg(oracle.join("compare.py")).arg(&oracle).arg(&made))?;
     if !options.write {
@@ -65,12 +68,14 @@ pub(crate) fn run(repo: &Repo, options: Options) -> anyhow::Result<bool> {
 }
 
 fn take_over(made: &Path, oracle: &Path, hf: bool) -> anyhow::Result<()> {
-    let mut names: Vec<String> = ["golden_debug", "golden_draft", "golden_state", "golden_units"]
+    let mut names: Vec<String> = ["golden_debug", "golden_draft", "golden_state", "golden_units", "golden_variants"]
         .map(|name| format!("{name}.safetensors"))
         .to_vec();
-    for folder in ["tiny", "tiny-bf16", "tiny-mlx"] {
+    for folder in ["tiny", "tiny-bf16", "tiny-mlx", "variant-pro"] {
         names.extend([format!("{folder}/config.json"), format!("{folder}/model.safetensors")]);
     }
+    names.push("variant-mixed/config.json".to_owned());
+    names.extend([1, 2].map(|part| format!("variant-mixed/model-0000{part}-of-00002.safetensors")));
     if hf {
         names.extend(["golden_logits.safetensors".to_owned(), "report.json".to_owned()]);
     } else {

@@ -23,8 +23,8 @@ pub(crate) struct ModelArgs {
     #[arg(long, default_value = "exact", value_name = "CLASS")]
     pub(crate) class: NumericClass,
     /// Worker threads; 0 = one per core.
-    #[arg(long, default_value_t = 0, value_name = "N")]
-    pub(crate) threads: usize,
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
+    pub(crate) threads: u16,
 }
 
 /// A checkpoint whose weights are complete and sound.
@@ -67,7 +67,7 @@ impl ModelArgs {
     /// Options for a runner.
     pub(crate) fn runner_options(&self) -> RunnerOptions {
         let mut options = RunnerOptions::new(self.class);
-        options.cpu.threads = self.threads;
+        options.cpu.threads = usize::from(self.threads);
         options
     }
 }

@@ -1,8 +1,8 @@
 //! Reports for scripts (JSON to a file or standard output), and facts about this process.
 
 use std::fs;
-use std::io::Write;
-use std::path::Path;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde::Serialize;
@@ -18,19 +18,58 @@ pub(crate) fn write_json(target: &Path, report: &impl Serialize) -> Result<()> {
     }
 }
 
-/// Writes a file under a temporary name and renames it, so that nobody ever sees half of it.
+/// Writes a file so that nobody ever sees half of it.
 pub(crate) fn write_whole(target: &Path, bytes: &[u8]) -> Result<()> {
-    let mut name = target.file_name().with_context(|| format!("{} is not a file name", target.display()))?.to_owned();
-    name.push(format!(".{}.part", std::process::id()));
-    let part = target.with_file_name(name);
-    let written = fs::File::create(&part)
-        .and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()))
-        .and_then(|()| fs::rename(&part, target));
-    if written.is_err() {
-        // The first error is the one to tell.
-        let _ = fs::remove_file(&part);
+    let mut file = WholeFile::create(target)?;
+    file.write(bytes)?;
+    file.finish()
+}
+
+/// A file that appears under its name when it is finished, and not at all if it never is.
+pub(crate) struct WholeFile {
+    target: PathBuf,
+    part: PathBuf,
+    /// `None` once it is finished.
+    file: Option<BufWriter<fs::File>>,
+}
+
+impl WholeFile {
+    pub(crate) fn create(target: &Path) -> Result<Self> {
+        let mut name =
+            target.file_name().with_context(|| format!("{} is not a file name", target.display()))?.to_owned();
+        name.push(format!(".{}.part", std::process::id()));
+        let part = target.with_file_name(name);
+        let file = fs::File::create(&part).with_context(|| format!("cannot write {}", target.display()))?;
+        Ok(Self { target: target.to_owned(), part, file: Some(BufWriter::new(file)) })
     }
-    written.with_context(|| format!("cannot write {}", target.display()))
+
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let file = self.file.as_mut().expect("only `finish` takes it, and the file with it");
+        file.write_all(bytes).with_context(|| format!("cannot write {}", self.target.display()))
+    }
+
+    pub(crate) fn finish(mut self) -> Result<()> {
+        let file = self.file.take().expect("it is finished once");
+        let synced = file.into_inner().map_err(std::io::IntoInnerError::into_error).and_then(|file| file.sync_all());
+        let written = synced.and_then(|()| fs::rename(&self.part, &self.target));
+        if written.is_err() {
+            self.remove();
+        }
+        written.with_context(|| format!("cannot write {}", self.target.display()))
+    }
+
+    fn remove(&self) {
+        // Whatever went wrong before is what the user should hear of.
+        let _ = fs::remove_file(&self.part);
+    }
+}
+
+impl Drop for WholeFile {
+    fn drop(&mut self) {
+        if self.file.take().is_some() {
+            self.remove();
+        }
+    }
 }
 
 /// Most memory this process ever had resident, where the system tells.

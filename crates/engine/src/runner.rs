@@ -44,6 +44,12 @@ pub enum RunnerError {
     /// A step failed. The sequences it held are gone.
     #[error(transparent)]
     Executor(#[from] ExecutorError),
+    /// The `official` class turns index rows by a Hadamard transform, which exists for powers of two only.
+    #[error("class official needs an `index_head_dim` that is a power of two; this model has {index_head_dim}")]
+    IndexWidth {
+        /// Width of an index row.
+        index_head_dim: usize,
+    },
     /// A token id the vocabulary does not have.
     #[error("token {token} is not in the vocabulary of {vocab_size}")]
     Token {
@@ -183,13 +189,17 @@ impl Runner {
     ///
     /// # Errors
     ///
-    /// If a device cannot be started or refuses the weights.
+    /// If a device cannot be started or refuses the weights, or the model is of a shape that `class` cannot compute.
     pub fn new(
         config: ModelConfig,
         facts: ModelFacts,
         weights: &dyn WeightSource,
         options: RunnerOptions,
     ) -> Result<Self, RunnerError> {
+        let has_csa = (0..config.num_hidden_layers).any(|layer| config.layer_kind(layer) == LayerKind::Csa);
+        if options.class == NumericClass::Official && has_csa && !config.index_head_dim.is_power_of_two() {
+            return Err(RunnerError::IndexWidth { index_head_dim: config.index_head_dim });
+        }
         let device = Arc::new(CpuDevice::start(options.cpu)?);
         device.load(weights)?;
         let shape = state_shape(&config, &facts);

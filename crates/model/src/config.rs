@@ -124,6 +124,9 @@ pub struct ConfigFile {
     pub eos_token_ids: Vec<u32>,
     /// What an MLX conversion says about its modules. Tensors decide; this is only compared with them.
     pub quantization: Option<Quantization>,
+    /// Why the `dspark_*` keys cannot be used, if they are there but wrong. The trunk needs none of them, so
+    /// [`ModelConfig::dspark`] is then `None` and nothing else is refused.
+    pub drafter_fault: Option<String>,
 }
 
 /// The `quantization` map of an MLX conversion.
@@ -194,6 +197,8 @@ const MAX_EXPERTS_IN_ALL: usize = 1 << 18;
 const MAX_RATIO: usize = 1 << 16;
 const MAX_WINDOW: usize = 1 << 20;
 const MAX_POSITIONS: usize = 1 << 30;
+/// As many as the kernels can mix.
+const MAX_STREAMS: usize = 8;
 
 impl ConfigFile {
     /// Reads and checks the file at `path`.
@@ -215,40 +220,54 @@ impl ConfigFile {
             serde_json::from_str(text).map_err(|error| ConfigError::Json { reason: error.to_string() })?;
         let Value::Object(map) = &value else { return Err(ConfigError::NotAnObject { got: type_name(&value) }) };
         let keys = Keys { map, prefix: "" };
-        let (model, eos_token_ids) = model_config(keys)?;
-        Ok(Self { model, eos_token_ids, quantization: quantization(keys)? })
+        let (dspark, drafter_fault) = match dspark(keys) {
+            Ok(dspark) => (dspark, None),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        let (model, eos_token_ids) = model_config(keys, dspark)?;
+        Ok(Self { model, eos_token_ids, quantization: quantization(keys)?, drafter_fault })
     }
 }
 
-fn model_config(keys: Keys<'_>) -> Result<(ModelConfig, Vec<u32>), ConfigError> {
+fn model_config(keys: Keys<'_>, dspark: Option<DsparkConfig>) -> Result<(ModelConfig, Vec<u32>), ConfigError> {
     let num_hidden_layers = keys.size("num_hidden_layers", 1, MAX_LAYERS)?;
     let vocab_size = keys.size("vocab_size", 1, MAX_VOCAB)?;
     let eos_token_ids = eos_token_ids(keys, vocab_size)?;
+    let compress_ratios = compress_ratios(keys, num_hidden_layers)?;
+    let trunk = &compress_ratios[..num_hidden_layers];
+    // Keys of parts that no layer has may be absent, and mean nothing if they are not.
+    let (compresses, has_csa) = (trunk.iter().any(|&ratio| ratio > 0), trunk.contains(&4));
+    let rope_theta = keys.float("rope_theta", Excluded(1.0), 1e12)?;
+    let index = |key, min, max, unused| if has_csa { keys.size(key, min, max) } else { Ok(unused) };
+    let qk_rope_head_dim = keys.size("qk_rope_head_dim", 2, MAX_HEAD_DIM)?;
     let config = ModelConfig {
         vocab_size,
         hidden_size: keys.size("hidden_size", 1, MAX_WIDTH)?,
         num_hidden_layers,
         num_attention_heads: keys.size("num_attention_heads", 1, MAX_HEADS)?,
         head_dim: keys.size("head_dim", 2, MAX_HEAD_DIM)?,
-        qk_rope_head_dim: keys.size("qk_rope_head_dim", 2, MAX_HEAD_DIM)?,
+        qk_rope_head_dim,
         q_lora_rank: keys.size("q_lora_rank", 1, MAX_WIDTH)?,
         o_groups: keys.size("o_groups", 1, MAX_HEADS)?,
         o_lora_rank: keys.size("o_lora_rank", 1, MAX_WIDTH)?,
         sliding_window: keys.size("sliding_window", 1, MAX_WINDOW)?,
-        compress_ratios: compress_ratios(keys, num_hidden_layers)?,
-        rope_theta: keys.float("rope_theta", Excluded(1.0), 1e12)?,
-        compress_rope_theta: keys.float("compress_rope_theta", Excluded(1.0), 1e12)?,
+        rope_theta,
+        compress_rope_theta: if compresses {
+            keys.float("compress_rope_theta", Excluded(1.0), 1e12)?
+        } else {
+            rope_theta
+        },
         rope_scaling: rope_scaling(keys)?,
-        index_n_heads: keys.size("index_n_heads", 1, MAX_HEADS)?,
-        index_head_dim: keys.size("index_head_dim", 2, MAX_HEAD_DIM)?,
-        index_topk: keys.size("index_topk", 1, MAX_WINDOW)?,
-        hc_mult: keys.size("hc_mult", 1, 16)?,
+        index_n_heads: index("index_n_heads", 1, MAX_HEADS, 1)?,
+        index_head_dim: index("index_head_dim", 2, MAX_HEAD_DIM, qk_rope_head_dim)?,
+        index_topk: index("index_topk", 1, MAX_WINDOW, 1)?,
+        hc_mult: keys.size("hc_mult", 1, MAX_STREAMS)?,
         hc_sinkhorn_iters: keys.size("hc_sinkhorn_iters", 1, 1000)?,
         hc_eps: keys.float("hc_eps", Included(0.0), 0.1)?,
         n_routed_experts: keys.size("n_routed_experts", 1, MAX_EXPERTS)?,
         num_experts_per_tok: keys.size("num_experts_per_tok", 1, MAX_EXPERTS)?,
         moe_intermediate_size: keys.size("moe_intermediate_size", 1, MAX_WIDTH)?,
-        num_hash_layers: keys.size_or("num_hash_layers", 0, 0, num_hidden_layers)?,
+        num_hash_layers: keys.size_or("num_hash_layers", 0, 0, MAX_LAYERS)?.min(num_hidden_layers),
         scoring_func: scoring_func(keys)?,
         norm_topk_prob: keys.flag_or("norm_topk_prob", true)?,
         routed_scaling_factor: keys.float("routed_scaling_factor", Excluded(0.0), 1e4)?,
@@ -263,7 +282,8 @@ fn model_config(keys: Keys<'_>) -> Result<(ModelConfig, Vec<u32>), ConfigError> 
             .map(|value| token_id("bos_token_id", value, vocab_size))
             .transpose()?,
         eos_token_id: eos_token_ids.first().copied(),
-        dspark: dspark(keys, vocab_size, num_hidden_layers)?,
+        dspark,
+        compress_ratios,
     };
     let config = ModelConfig { swiglu_limit: config.swiglu_limit.filter(|&limit| limit > 0.0), ..config };
     unsupported_variants(keys)?;
@@ -366,6 +386,10 @@ fn rope_scaling(keys: Keys<'_>) -> Result<Option<RopeScaling>, ConfigError> {
     let Some(kind) = keys.optional("type").or_else(|| keys.optional("rope_type")) else {
         return Err(keys.missing("type", "say \"yarn\", or make `rope_scaling` null for no scaling"));
     };
+    if kind.as_str() == Some("default") {
+        // How transformers writes that there is none.
+        return Ok(None);
+    }
     if kind.as_str() != Some("yarn") {
         return Err(bad("rope_scaling.type", kind, "\"yarn\" (or `rope_scaling` null)"));
     }
@@ -399,12 +423,15 @@ fn eos_token_ids(keys: Keys<'_>, vocab_size: usize) -> Result<Vec<u32>, ConfigEr
     }
 }
 
-fn dspark(keys: Keys<'_>, vocab_size: usize, num_hidden_layers: usize) -> Result<Option<DsparkConfig>, ConfigError> {
+fn dspark(keys: Keys<'_>) -> Result<Option<DsparkConfig>, ConfigError> {
+    const TARGETS: &str = "dspark_target_layer_ids";
     let block_size = keys.size_or("dspark_block_size", 0, 0, 64)?;
-    if block_size == 0 {
+    let no_targets = |value: &Value| value.as_array().is_some_and(Vec::is_empty);
+    if block_size == 0 || keys.optional(TARGETS).is_some_and(no_targets) {
         return Ok(None);
     }
-    const TARGETS: &str = "dspark_target_layer_ids";
+    let num_hidden_layers = keys.size("num_hidden_layers", 1, MAX_LAYERS)?;
+    let vocab_size = keys.size("vocab_size", 1, MAX_VOCAB)?;
     let value = keys.required(TARGETS)?;
     let list = value.as_array().filter(|list| (1..=num_hidden_layers).contains(&list.len()));
     let list = list.ok_or_else(|| bad(TARGETS, value, &format!("a list of 1 to {num_hidden_layers} layer numbers")))?;

@@ -9,10 +9,13 @@ use troika_engine::{Chunk, Runner, WantLogits};
 use troika_graph::Acceptance;
 
 use crate::model_source::ModelArgs;
-use crate::{progress, report};
+use crate::progress;
+use crate::report::WholeFile;
 
 /// Tokens fed at once if nothing else is asked for.
 const DEFAULT_CHUNK: usize = 512;
+/// Logits turned into bytes at once.
+const CHUNK_FLOATS: usize = 1 << 16;
 
 /// Compute the logits of given token ids and write them to a safetensors file.
 ///
@@ -43,8 +46,16 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let model = args.model.open()?;
     let mut runner = model.runner(args.model.runner_options())?;
     let vocab_size = runner.config().vocab_size;
-    let logits = compute(&mut runner, &tokens, &args.chunks, rows)?;
-    write(&args.out, &tokens, rows, vocab_size, &logits)?;
+    let mut file = WholeFile::create(&args.out)?;
+    file.write(&header(tokens.len(), rows, vocab_size))?;
+    compute(&mut runner, &tokens, &args.chunks, rows, &mut file)?;
+    for token in &tokens {
+        file.write(&i64::from(*token).to_le_bytes())?;
+    }
+    for position in tokens.len() - rows..tokens.len() {
+        file.write(&(position as i64).to_le_bytes())?;
+    }
+    file.finish()?;
     eprintln!("{}: logits of {rows} of {} tokens, {vocab_size} each", args.out.display(), tokens.len());
     Ok(ExitCode::SUCCESS)
 }
@@ -68,15 +79,15 @@ fn read_tokens(path: &Path) -> Result<Vec<u32>> {
     list.iter().enumerate().map(id).collect()
 }
 
-fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[usize], rows: usize) -> Result<Vec<f32>> {
+/// Feeds the tokens in chunks and writes the logits of the last `rows` as they come.
+fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[usize], rows: usize, file: &mut WholeFile) -> Result<()> {
     let sizes = if sizes.is_empty() { &[DEFAULT_CHUNK] } else { sizes };
     let bar = progress::tokens("computing", tokens.len() as u64);
     let sequence = runner.new_sequence();
     let first_wanted = tokens.len() - rows;
-    let mut logits = Vec::new();
-    let mut start = 0;
+    let mut start = 0usize;
     for size in sizes.iter().cycle() {
-        let end = (start + size).min(tokens.len());
+        let end = start.saturating_add(*size).min(tokens.len());
         let wanted = end.saturating_sub(first_wanted.max(start));
         let chunk = Chunk {
             sequence,
@@ -85,7 +96,10 @@ fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[usize], rows: usize) ->
             acceptance: Acceptance::Whole,
         };
         let forward = runner.forward(&[chunk])?;
-        logits.extend(forward.logits(0));
+        for row in forward.logits(0).chunks(CHUNK_FLOATS) {
+            let bytes: Vec<u8> = row.iter().flat_map(|logit| logit.to_le_bytes()).collect();
+            file.write(&bytes)?;
+        }
         runner.recycle(forward);
         bar.set_position(end as u64);
         start = end;
@@ -94,32 +108,20 @@ fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[usize], rows: usize) ->
         }
     }
     bar.finish_and_clear();
-    Ok(logits)
+    Ok(())
 }
 
-fn write(path: &Path, tokens: &[u32], rows: usize, vocab_size: usize, logits: &[f32]) -> Result<()> {
-    let positions = tokens.len() - rows..tokens.len();
-    let sizes = [rows * vocab_size * 4, tokens.len() * 8, rows * 8];
-    let ends: Vec<usize> = sizes
-        .iter()
-        .scan(0, |end, size| {
-            *end += size;
-            Some(*end)
-        })
-        .collect();
+/// Length and JSON that a safetensors file opens with; the data follows in the order of the names here.
+fn header(num_tokens: usize, rows: usize, vocab_size: usize) -> Vec<u8> {
+    let logits_end = rows * vocab_size * 4;
+    let tokens_end = logits_end + num_tokens * 8;
     let header = json!({
         "__metadata__": { "producer": concat!("troika ", env!("CARGO_PKG_VERSION")) },
-        "logits": { "dtype": "F32", "shape": [rows, vocab_size], "data_offsets": [0, ends[0]] },
-        "tokens": { "dtype": "I64", "shape": [tokens.len()], "data_offsets": [ends[0], ends[1]] },
-        "positions": { "dtype": "I64", "shape": [rows], "data_offsets": [ends[1], ends[2]] },
+        "logits": { "dtype": "F32", "shape": [rows, vocab_size], "data_offsets": [0, logits_end] },
+        "tokens": { "dtype": "I64", "shape": [num_tokens], "data_offsets": [logits_end, tokens_end] },
+        "positions": { "dtype": "I64", "shape": [rows], "data_offsets": [tokens_end, tokens_end + rows * 8] },
     });
     let mut header = header.to_string();
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
-    let mut bytes = Vec::with_capacity(8 + header.len() + ends[2]);
-    bytes.extend((header.len() as u64).to_le_bytes());
-    bytes.extend(header.as_bytes());
-    bytes.extend(logits.iter().flat_map(|logit| logit.to_le_bytes()));
-    bytes.extend(tokens.iter().flat_map(|token| i64::from(*token).to_le_bytes()));
-    bytes.extend(positions.flat_map(|position| (position as i64).to_le_bytes()));
-    report::write_whole(path, &bytes)
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat()
 }

@@ -459,3 +459,23 @@ fn round_row(row: &mut [f32], rotary: usize, rounding: RowRounding) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Powers of two as scales make the size of a group visible only where a number is too small for its group.
+    #[test]
+    fn fp8_groups_have_64_channels_and_leave_the_rotary_ones() {
+        const TOO_SMALL: f32 = 5e-4;
+        let mut row = [0.0; 192];
+        row[0] = 448.0;
+        // The last of the first group, the first of the second, the first two rotary ones.
+        [row[63], row[64], row[128], row[129]] = [TOO_SMALL, TOO_SMALL, 448.1, TOO_SMALL];
+        round_row(&mut row, 64, RowRounding::Fp8NonRotary);
+        assert_eq!(row[0], 448.0);
+        assert_eq!(row[63], 0.0);
+        assert!((row[64] - TOO_SMALL).abs() < TOO_SMALL / 16.0, "{}", row[64]);
+        assert_eq!(row[128..130], [448.1, TOO_SMALL]);
+    }
+}

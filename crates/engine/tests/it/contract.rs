@@ -4,12 +4,12 @@ use std::cell::RefCell;
 
 use proptest::prelude::*;
 use troika_base::SequenceId;
-use troika_engine::{Chunk, Runner, RunnerOptions, WantLogits};
+use troika_engine::{Chunk, RunnerOptions, WantLogits};
 use troika_graph::Acceptance;
 use troika_runtime::Priority;
 use troika_testkit::compare::assert_same_bits;
 
-use crate::support::{feed, one_shot, open, options};
+use crate::support::{chunked, feed, one_shot, open, options};
 
 fn tokens(seed: u64, n: usize) -> Vec<u32> {
     // A few lines of a splitmix generator; any spread of ids will do.
@@ -21,23 +21,6 @@ fn tokens(seed: u64, n: usize) -> Vec<u32> {
             ((mixed ^ (mixed >> 27)) % 383) as u32
         })
         .collect()
-}
-
-/// Logits of all `tokens`, fed in chunks of `sizes`, repeated.
-fn chunked(runner: &mut Runner, tokens: &[u32], sizes: &[usize]) -> Vec<f32> {
-    let sequence = runner.new_sequence();
-    let mut logits = Vec::new();
-    let mut rest = tokens;
-    for size in sizes.iter().cycle() {
-        let (chunk, left) = rest.split_at((*size).min(rest.len()));
-        logits.extend(feed(runner, sequence, chunk, chunk.len()).logits(0));
-        rest = left;
-        if rest.is_empty() {
-            break;
-        }
-    }
-    runner.drop_sequence(sequence);
-    logits
 }
 
 #[test]

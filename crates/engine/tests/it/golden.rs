@@ -2,12 +2,13 @@
 
 use troika_base::NumericClass;
 use troika_device::state::{LayerSnapshot, PoolSnapshot, Snapshot};
-use troika_engine::{Forward, Runner, RunnerOptions};
+use troika_engine::{Forward, Runner, RunnerError, RunnerOptions};
 use troika_graph::Scope;
+use troika_testkit::compare::assert_same_bits;
 use troika_testkit::golden::Golden;
 use troika_testkit::{argmax, assert_close, assert_equal};
 
-use crate::support::{CHECKPOINTS, feed, one_shot, open, options};
+use crate::support::{CHECKPOINTS, checkpoint, chunked, feed, one_shot, open, options};
 
 /// Bound for logits and for layer-by-layer values.
 const LOGITS: f64 = 2e-4;
@@ -225,6 +226,39 @@ fn golden_draft_ids_logits_confidence() {
             assert_close("target_hidden", &got, &want, DEBUG);
         }
     }
+}
+
+/// Checkpoints of other shapes and storages, whole and in chunks: `oracle/make_variants.py` says what is special about each.
+#[test]
+fn golden_variants() {
+    let golden = Golden::open("golden_variants");
+    for name in ["pro", "mixed"] {
+        let key = |part: &str| format!("{name}.{part}");
+        let mut runner = open(&format!("variant-{name}"), options());
+        let vocab = runner.config().vocab_size;
+        let tokens = golden.tokens(&key("tokens"));
+        let got = one_shot(&mut runner, &tokens, tokens.len());
+        assert_equal(&key("argmax"), &argmaxes(&got, vocab), &golden.i64(&key("argmax")).data);
+        let want = golden.f32(&key("logits")).data;
+        let check = |logits: &[f32], what: &str| {
+            let kept = kept_rows(logits, vocab, &golden.i64(&key("rows")).data);
+            assert_close(&format!("{name} {what}"), &kept, &want, LOGITS);
+        };
+        check(&got, "whole");
+        let pieces = chunked(&mut runner, &tokens, &[1, 7, 128]);
+        check(&pieces, "in chunks");
+        assert_same_bits(&format!("{name} in chunks"), &pieces, &got);
+    }
+}
+
+/// A shape that the official rounding does not know is refused when the model is opened, not in its first step.
+#[test]
+fn official_class_needs_index_rows_it_can_turn() {
+    let (config, weights) = checkpoint("variant-mixed");
+    let mut options = options();
+    options.class = NumericClass::Official;
+    let refused = Runner::new(config, weights.facts(), &weights, options).err();
+    assert!(matches!(refused, Some(RunnerError::IndexWidth { index_head_dim: 80 })), "{refused:?}");
 }
 
 /// Official rounding of cache rows. A value within 1e-6 of a rounding edge may fall on either side (of the stored

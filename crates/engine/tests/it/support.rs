@@ -1,10 +1,10 @@
-//! Opening the tiny checkpoints.
+//! Opening the oracle's checkpoints and feeding them.
 
 use troika_base::{NumericClass, SequenceId};
 use troika_device::map_file;
 use troika_engine::{Chunk, Forward, Runner, RunnerOptions, WantLogits};
 use troika_graph::Acceptance;
-use troika_model::{Checkpoint, ScaleCheck, WeightTable};
+use troika_model::{Checkpoint, ModelConfig, ScaleCheck, WeightTable};
 use troika_testkit::oracle_dir;
 
 /// The three layouts of the oracle's model, which hold identical values.
@@ -16,10 +16,16 @@ pub(crate) fn options() -> RunnerOptions {
     options
 }
 
-pub(crate) fn open(name: &str, options: RunnerOptions) -> Runner {
+/// A checkpoint of the oracle.
+pub(crate) fn checkpoint(name: &str) -> (ModelConfig, WeightTable) {
     let checkpoint = Checkpoint::open(&oracle_dir().join(name), &map_file).expect("the oracle's checkpoint opens");
     let weights = WeightTable::build(&checkpoint, ScaleCheck::All).expect("it is complete");
-    Runner::new(checkpoint.config().model.clone(), weights.facts(), &weights, options).expect("the model loads")
+    (checkpoint.config().model.clone(), weights)
+}
+
+pub(crate) fn open(name: &str, options: RunnerOptions) -> Runner {
+    let (config, weights) = checkpoint(name);
+    Runner::new(config, weights.facts(), &weights, options).expect("the model loads")
 }
 
 /// One chunk of one sequence, all rows kept.
@@ -32,6 +38,23 @@ pub(crate) fn feed(runner: &mut Runner, sequence: SequenceId, tokens: &[u32], lo
 pub(crate) fn one_shot(runner: &mut Runner, tokens: &[u32], last: usize) -> Vec<f32> {
     let sequence = runner.new_sequence();
     let logits = feed(runner, sequence, tokens, last).logits(0);
+    runner.drop_sequence(sequence);
+    logits
+}
+
+/// Logits of all `tokens`, fed in chunks of `sizes`, repeated.
+pub(crate) fn chunked(runner: &mut Runner, tokens: &[u32], sizes: &[usize]) -> Vec<f32> {
+    let sequence = runner.new_sequence();
+    let mut logits = Vec::new();
+    let mut rest = tokens;
+    for size in sizes.iter().cycle() {
+        let (chunk, left) = rest.split_at((*size).min(rest.len()));
+        logits.extend(feed(runner, sequence, chunk, chunk.len()).logits(0));
+        rest = left;
+        if rest.is_empty() {
+            break;
+        }
+    }
     runner.drop_sequence(sequence);
     logits
 }

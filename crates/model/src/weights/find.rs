@@ -155,7 +155,9 @@ impl<'a> Finder<'a> {
         }
         let model = &self.config.model;
         if model.dspark.is_none() {
-            return Err("config.json has no dspark_block_size".to_owned());
+            let fault = self.config.drafter_fault.clone();
+            return Err(fault
+                .unwrap_or_else(|| "config.json has no dspark_block_size or no dspark_target_layer_ids".to_owned()));
         }
         let ratios = model.compress_ratios.iter().skip(model.num_hidden_layers).take(num_stages.into());
         if let Some(ratio) = ratios.into_iter().find(|&&ratio| ratio != 0) {

@@ -8,7 +8,7 @@ use troika_base::{Format, StoredTensor};
 use troika_graph::{Role, Scope, WeightKey, WeightSource};
 use troika_model::checkpoint::layout::Layout;
 use troika_model::checkpoint::safetensors::Dtype;
-use troika_model::{Checkpoint, DrafterStatus, WeightTable, read_file};
+use troika_model::{Checkpoint, DrafterStatus, ModelConfig, WeightTable, read_file};
 
 use crate::support::{Parts, Raw, decode, open, oracle, safetensors, write};
 
@@ -72,6 +72,31 @@ fn only_tiny_has_a_drafter() {
     }
 }
 
+/// Keys that no layer needs may be absent or out of place, as in configurations cut down from larger ones.
+#[test]
+fn configurations_say_no_more_than_the_layers_need() {
+    let tiny = Parts::read(&oracle("tiny")).config;
+    let read = |change: &dyn Fn(&mut serde_json::Map<String, serde_json::Value>)| {
+        let mut config = tiny.clone();
+        change(config.as_object_mut().expect("an object"));
+        ModelConfig::from_json(&config.to_string())
+    };
+    let cut = read(&|config| {
+        config.insert("num_hidden_layers".to_owned(), json!(1));
+        for key in ["compress_rope_theta", "index_n_heads", "index_head_dim", "index_topk"] {
+            config.remove(key);
+        }
+    })
+    .expect("a window-only layer needs none of these");
+    assert_eq!(cut.num_hash_layers, 1, "two of one layer");
+    assert_eq!(cut.dspark, None, "its targets are layers that are gone");
+    let scaling = read(&|config| drop(config.insert("rope_scaling".to_owned(), json!({"rope_type": "default"}))));
+    assert_eq!(scaling.expect("default is none").rope_scaling, None);
+    let want = "config lacks `index_topk`: it decides shapes or numbers and has no safe default";
+    let missing = read(&|config| drop(config.remove("index_topk"))).expect_err("the CSA layers need it");
+    assert_eq!(missing.to_string(), want);
+}
+
 #[test]
 fn an_unusable_drafter_is_named_and_the_trunk_still_opens() {
     let mut parts = Parts::read(&oracle("tiny"));
@@ -85,7 +110,24 @@ fn an_unusable_drafter_is_named_and_the_trunk_still_opens() {
     let mut parts = Parts::read(&oracle("tiny"));
     parts.config.as_object_mut().expect("an object").remove("dspark_block_size");
     let (_, weights) = parts.open().expect("the trunk is whole");
-    assert_eq!(weights.drafter().to_string(), "mtp: unavailable: config.json has no dspark_block_size");
+    assert_eq!(
+        weights.drafter().to_string(),
+        "mtp: unavailable: config.json has no dspark_block_size or no dspark_target_layer_ids"
+    );
+
+    let faults = [
+        (
+            json!([1, 4]),
+            "config: `dspark_target_layer_ids[1]` is 4, must be a layer number below `num_hidden_layers` (4)",
+        ),
+        (json!([]), "config.json has no dspark_block_size or no dspark_target_layer_ids"),
+    ];
+    for (targets, want) in faults {
+        let mut parts = Parts::read(&oracle("tiny"));
+        parts.config["dspark_target_layer_ids"] = targets;
+        let (_, weights) = parts.open().expect("the trunk is whole");
+        assert_eq!(weights.drafter().to_string(), format!("mtp: unavailable: {want}"));
+    }
 
     let mut parts = Parts::read(&oracle("tiny"));
     let proj = parts.tensor("mtp.0.main_proj.weight").clone();
