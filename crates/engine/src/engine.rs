@@ -2,6 +2,7 @@
 
 pub(crate) mod core;
 mod live;
+mod prefix;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,11 +39,17 @@ pub struct EngineOptions {
     pub max_itl: Duration,
     /// Bytes for the state of all sequences and the values of the steps; `u64::MAX` = no limit.
     pub memory_bytes: u64,
+    /// Bytes for prefixes that need not be computed again; 0 = none are kept.
+    pub cache_bytes: u64,
+    /// Least distance between the regular places to resume at, tokens; others are at the ends of prompts and answers.
+    pub snapshot_spacing: usize,
 }
 
 impl EngineOptions {
     /// What [`Self::max_itl`] is unless somebody knows better.
     pub const DEFAULT_MAX_ITL: Duration = Duration::from_millis(200);
+    /// What [`Self::snapshot_spacing`] is unless somebody knows better.
+    pub const DEFAULT_SNAPSHOT_SPACING: usize = 2048;
 }
 
 enum Command {
@@ -73,10 +80,6 @@ struct Clock(Instant);
 impl Clock {
     fn now_us(self) -> u64 {
         self.0.elapsed().as_micros() as u64
-    }
-
-    fn instant(self, us: u64) -> Instant {
-        self.0 + Duration::from_micros(us)
     }
 }
 
@@ -268,8 +271,9 @@ impl Loop {
             }
             if !self.core.is_idle() {
                 // The only place that waits for a step.
-                let until = self.core.next_due_us().map(|due| self.clock.instant(due));
-                self.core.wait(until, || self.clock.now_us());
+                let clock = self.clock;
+                let left = |due: u64| Duration::from_micros(due.saturating_sub(clock.now_us()));
+                self.core.wait(self.core.next_due_us().map(left), |_| clock.now_us());
             }
         }
     }

@@ -503,6 +503,10 @@ impl StepRunner for Runner {
         &self.shape
     }
 
+    fn numeric_class(&self) -> String {
+        self.options.class.to_string()
+    }
+
     fn step_bytes(&self, rows: usize) -> u64 {
         let signature = StepSignature {
             rows,
@@ -535,9 +539,9 @@ impl StepRunner for Runner {
         Self::submit(self, chunks, priority)
     }
 
-    fn wait(&mut self, until: Option<Instant>) -> Result<Option<StepResult>, RunnerError> {
-        let done = match until {
-            Some(until) => self.next_done_until(until)?,
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<StepResult>, RunnerError> {
+        let done = match timeout {
+            Some(timeout) => self.next_done_until(Instant::now() + timeout)?,
             None => Some(self.next_done()?),
         };
         Ok(done.map(|(ticket, forward)| {

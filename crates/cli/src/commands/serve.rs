@@ -2,6 +2,7 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -43,6 +44,38 @@ pub(crate) struct Args {
     /// keep it gives prompts a third of its time.
     #[arg(long, default_value_t = 200, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     max_itl: u32,
+    /// Memory for prefixes that need not be computed again, e.g. 512M or 4G.
+    #[arg(long, default_value = "1G", value_name = "SIZE")]
+    cache_ram_limit: Size,
+    /// Keep no prefixes.
+    #[arg(long)]
+    no_cache: bool,
+}
+
+/// Bytes, written as a number with K, M, G or T (powers of 1024) behind it or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Size(pub(crate) u64);
+
+impl FromStr for Size {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (number, unit) = text.split_at(text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).len());
+        let shift = match unit.trim_end_matches(['B', 'b', 'i']).to_ascii_uppercase().as_str() {
+            "" => 0,
+            "K" => 10,
+            "M" => 20,
+            "G" => 30,
+            "T" => 40,
+            _ => return Err(format!("{unit} is no unit: use K, M, G or T")),
+        };
+        let number: u64 = number.trim().parse().map_err(|_| format!("{text} is no size: write e.g. 512M or 4G"))?;
+        number
+            .checked_shl(shift)
+            .filter(|bytes| bytes >> shift == number)
+            .map(Self)
+            .ok_or(format!("{text} is too large"))
+    }
 }
 
 /// A signal that asks the process to end.
@@ -99,6 +132,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_context_tokens,
         max_itl: Duration::from_millis(args.max_itl.into()),
         memory_bytes: u64::MAX,
+        cache_bytes: if args.no_cache { 0 } else { args.cache_ram_limit.0 },
+        snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);

@@ -8,18 +8,19 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::Duration;
 
 use troika_base::{RequestId, SequenceId};
 use troika_device::{SequenceState, StateShape};
 use troika_graph::Acceptance;
 use troika_runtime::{ExecutorError, Priority, Ticket};
 use troika_scheduler::{
-    Geometry, GeometryRequest, Lane, Limits, NewSequence, Refusal, Scheduler, StateCost, StepPlan, Urgency,
+    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Scheduler, StateCost, StepPlan,
 };
 
 use super::EngineOptions;
 use super::live::Live;
+use super::prefix::{CacheIdentity, Prefixes};
 use crate::api::{EngineStatus, Event, EventSink, FinishReason, GenerateRequest};
 use crate::runner::{Chunk, RunnerError, WantLogits};
 
@@ -27,6 +28,9 @@ use crate::runner::{Chunk, RunnerError, WantLogits};
 pub trait StepRunner {
     /// What a sequence keeps in each layer.
     fn state_shape(&self) -> &StateShape;
+
+    /// Name of the arithmetic: rows of one class never meet those of another.
+    fn numeric_class(&self) -> String;
 
     /// Bytes that the values of a step of so many rows take at most.
     fn step_bytes(&self, rows: usize) -> u64;
@@ -54,12 +58,12 @@ pub trait StepRunner {
     /// If a chunk is malformed; nothing has changed then.
     fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError>;
 
-    /// Waits for any step in flight, at most until `until`. Rows of the step are committed.
+    /// Waits for any step in flight, at most for `timeout`. Rows of the step are committed.
     ///
     /// # Errors
     ///
     /// If a step failed. Its sequences are dropped, since their state is no longer to be trusted.
-    fn wait(&mut self, until: Option<Instant>) -> Result<Option<StepResult>, RunnerError>;
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<StepResult>, RunnerError>;
 }
 
 /// A step that is done.
@@ -106,6 +110,7 @@ pub struct Core<R> {
     max_context_tokens: usize,
     status: Arc<Mutex<EngineStatus>>,
     scheduler: Scheduler,
+    prefixes: Option<Prefixes>,
     /// In order of arrival, since ids ascend.
     requests: BTreeMap<RequestId, Live>,
     in_flight: BTreeMap<Ticket, InFlight>,
@@ -115,8 +120,13 @@ impl<R: StepRunner> Core<R> {
     /// Resolves the geometry and starts with no requests.
     pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
         let scheduler = Scheduler::new(limits(&runner, options));
+        let Geometry { block, granule, .. } = scheduler.limits().geometry;
+        let identity = CacheIdentity { class: runner.numeric_class(), ..CacheIdentity::default() };
+        let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
-        Self { runner, max_context_tokens: options.max_context_tokens, status, scheduler, requests, in_flight }
+        let max_context_tokens = options.max_context_tokens;
+        lock(&status).state_bytes_limit = scheduler.limits().state_bytes;
+        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
     }
 
     /// The scheduler, to look at.
@@ -152,7 +162,10 @@ impl<R: StepRunner> Core<R> {
     /// Takes a request.
     pub fn submit(&mut self, submission: Submission, now_us: u64) {
         let mut live = Live::new(submission);
-        let new = NewSequence { tokens: live.tokens.len(), urgency: Urgency::Normal, deadline_us: None };
+        live.thread = self.prefixes.as_ref().map(|prefixes| prefixes.thread(&live.request.service.tenant));
+        let service = &live.request.service;
+        let deadline_us = service.deadline.map(|deadline| now_us.saturating_add(deadline.as_micros() as u64));
+        let new = NewSequence { tokens: live.tokens.len(), urgency: service.urgency, deadline_us };
         match self.scheduler.submit(live.id, new) {
             Ok(()) => {}
             Err(Refusal::QueueFull { queued, limit }) => {
@@ -245,11 +258,22 @@ impl<R: StepRunner> Core<R> {
     fn admit(&mut self, now_us: u64) {
         for id in self.scheduler.admit() {
             let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
-            live.sequence = Some(self.runner.new_sequence());
+            let hit = match (&mut self.prefixes, &mut live.thread) {
+                (Some(prefixes), Some(thread)) => prefixes.lookup(thread, &live.tokens, self.runner.state_shape()),
+                _ => None,
+            };
+            live.num_computed_tokens = hit.as_ref().map_or(0, |hit| hit.len);
+            self.scheduler.attached(id, live.num_computed_tokens);
+            live.sequence = Some(match hit {
+                Some(hit) => self.runner.adopt(hit.state),
+                None => self.runner.new_sequence(),
+            });
             if live.started_us.is_none() {
                 live.started_us = Some(now_us);
+                live.cached_tokens = live.num_computed_tokens;
                 let mut status = lock(&self.status);
                 status.queued = status.queued.saturating_sub(1);
+                status.cached_tokens_total += live.cached_tokens as u64;
             }
         }
     }
@@ -260,6 +284,7 @@ impl<R: StepRunner> Core<R> {
         status.preemptions_total = self.scheduler.num_preemptions();
         status.retry_after_s = self.scheduler.retry_after_s();
         status.state_bytes_reserved = self.scheduler.reserved_bytes();
+        status.cache = self.prefixes.as_ref().map(Prefixes::status).unwrap_or_default();
     }
 
     fn carry_out(&mut self, lane: Lane, plan: StepPlan) {
@@ -279,7 +304,8 @@ impl<R: StepRunner> Core<R> {
         }
     }
 
-    fn submit_step(&mut self, lane: Lane, parts: Vec<troika_scheduler::Part>) {
+    fn submit_step(&mut self, lane: Lane, parts: Vec<Part>) {
+        self.want_boundaries(&parts);
         let chunks: Vec<Chunk<'_>> = parts
             .iter()
             .map(|part| {
@@ -306,17 +332,45 @@ impl<R: StepRunner> Core<R> {
         }
     }
 
-    /// Waits for a step in flight, at most until `until`, and takes its results at the time `now_us` then says.
+    fn want_boundaries(&self, parts: &[Part]) {
+        let Some(prefixes) = &self.prefixes else { return };
+        for part in parts {
+            let live = &self.requests[&part.request];
+            let (Some(thread), Some(sequence)) = (&live.thread, live.sequence) else { continue };
+            let (start, width) = (part.chunk.start, part.chunk.width);
+            let wanted = prefixes.wanted(thread, start, width, live.tokens.len(), live.prompt_tokens);
+            if !wanted.is_empty()
+                && let Ok(state) = self.runner.sequence_state(sequence)
+            {
+                state.want_boundaries(&wanted);
+            }
+        }
+    }
+
+    /// Leaves what a sequence has computed to others.
+    fn store(&mut self, id: RequestId) {
+        let Some(live) = self.requests.get_mut(&id) else { return };
+        let (Some(prefixes), Some(thread), Some(sequence)) = (&mut self.prefixes, &mut live.thread, live.sequence)
+        else {
+            return;
+        };
+        if let Ok(state) = self.runner.sequence_state(sequence) {
+            prefixes.store(thread, &live.tokens, live.prompt_tokens, &state);
+        }
+    }
+
+    /// Waits for a step in flight, at most for `timeout`, and takes its results at the time `now_us` then says.
     ///
     /// # Panics
     ///
     /// If nothing is in flight, or the devices are gone.
-    pub fn wait(&mut self, until: Option<Instant>, now_us: impl Fn() -> u64) {
-        match self.runner.wait(until) {
+    pub fn wait(&mut self, timeout: Option<Duration>, now_us: impl Fn(&R) -> u64) {
+        match self.runner.wait(timeout) {
             Ok(None) => {}
             Ok(Some(result)) => {
                 let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
-                self.take_results(&step, result, now_us());
+                let now_us = now_us(&self.runner);
+                self.take_results(&step, result, now_us);
             }
             Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
                 tracing::error!(%step, reason, "a step failed");
@@ -336,6 +390,7 @@ impl<R: StepRunner> Core<R> {
     fn take_results(&mut self, step: &InFlight, result: StepResult, now_us: u64) {
         self.scheduler.complete(step.lane, now_us, result.elapsed_us, result.longest_node_us);
         for ((id, width), mut logits) in step.parts.iter().zip(result.logits) {
+            self.store(*id);
             let live = self.requests.get_mut(id).expect("requests outlive their steps");
             let before = live.num_computed_tokens;
             live.num_computed_tokens += width;
@@ -361,6 +416,9 @@ impl<R: StepRunner> Core<R> {
     /// If the books do not add up.
     pub fn check_invariants(&self) {
         self.scheduler.check_invariants();
+        if let Some(prefixes) = &self.prefixes {
+            prefixes.check_invariants();
+        }
         for (id, live) in &self.requests {
             if !live.ended {
                 assert_eq!(live.sequence.is_some(), self.scheduler.is_admitted(*id), "{id} and its state");
@@ -380,8 +438,8 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
         step: options.chunk_tokens.max(1),
         honour_step: false,
         block: shape.block_tokens(),
-        cache: false,
-        snapshot_spacing: 0,
+        cache: options.cache_bytes > 0,
+        snapshot_spacing: options.snapshot_spacing,
     };
     let decode_bytes = runner.step_bytes(options.max_running);
     // Half of the memory at most is for the values of steps.

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use troika_base::{RequestId, SequenceId};
 
 use super::core::Submission;
+use super::prefix::Thread;
 use crate::api::{ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, TokenSet, Usage};
 use crate::sampler::{History, allow_only, logprobs, penalize, sample};
 
@@ -23,6 +24,10 @@ pub(super) struct Live {
     /// Events its listener had no room for.
     pub(super) pending: VecDeque<Event>,
     pub(super) started_us: Option<u64>,
+    /// Where it stands with the prefix cache, if there is one.
+    pub(super) thread: Option<Thread>,
+    /// Tokens it had when it first started.
+    pub(super) cached_tokens: usize,
     sink: Box<dyn EventSink>,
     history: History,
     submitted_us: u64,
@@ -45,6 +50,8 @@ impl Live {
             num_computed_tokens: 0,
             pending: VecDeque::new(),
             started_us: None,
+            thread: None,
+            cached_tokens: 0,
             sink,
             history,
             submitted_us,
@@ -165,6 +172,7 @@ impl Live {
         let between = |from: Option<u64>, to: Option<u64>| from.zip(to).map_or(0, |(from, to)| to.saturating_sub(from));
         Usage {
             prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
             completion_tokens: self.num_generated(),
             queue_us: between(Some(self.submitted_us), self.started_us),
             prefill_us: between(self.started_us, self.first_token_us),

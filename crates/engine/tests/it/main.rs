@@ -1,6 +1,8 @@
 //! The engine against the oracle, and against itself under other chunkings, neighbours and threads.
 
+mod cache;
 mod contract;
 mod golden;
 mod serving;
+mod sim;
 mod support;
