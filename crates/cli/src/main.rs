@@ -4,6 +4,7 @@ mod commands;
 mod model_source;
 mod progress;
 mod report;
+mod size;
 
 use std::process::ExitCode;
 
@@ -32,6 +33,7 @@ enum Command {
     Inspect(commands::inspect::Args),
     Explain(commands::explain::Args),
     Synth(commands::synth::Args),
+    Cache(commands::cache::Args),
 }
 
 fn main() -> ExitCode {
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Explain(args) => commands::explain::run(&args),
         Command::Synth(args) => commands::synth::run(&args),
+        Command::Cache(args) => commands::cache::run(&args),
     };
     match done {
         Ok(code) => code,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use sha2::{Digest, Sha256};
 use troika_base::NumericClass;
 use troika_device::map_file;
 use troika_engine::{Runner, RunnerOptions};
@@ -89,6 +90,31 @@ impl OpenModel {
     pub(crate) fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
         let Files::Dir(dir) = &self.files;
         Ok(Arc::new(Tokenizer::from_file(&dir.join("tokenizer.json"))?))
+    }
+
+    /// Digests of weights and tokenizer, for the names of kept prefixes. Of a large checkpoint, every tensor's name, type,
+    /// shape and some of its bytes are covered, not all of them: reading a hundred gigabytes would take minutes.
+    pub(crate) fn digests(&self) -> Result<[Vec<u8>; 2]> {
+        let Files::Dir(dir) = &self.files;
+        let checkpoint = Checkpoint::open(dir, &map_file)?;
+        let files = checkpoint.files();
+        let is_small = files.num_file_bytes() <= 256 << 20;
+        let mut hasher = Sha256::new();
+        hasher
+            .update(std::fs::read(dir.join("config.json")).with_context(|| format!("cannot read {}", dir.display()))?);
+        for (name, tensor) in files.iter() {
+            let bytes: &[u8] = &tensor.bytes;
+            hasher.update(format!("{name} {:?} {:?} {}\n", tensor.dtype, tensor.shape, bytes.len()));
+            if is_small {
+                hasher.update(bytes);
+            } else {
+                [0, bytes.len() / 2, bytes.len().saturating_sub(512)]
+                    .map(|at| hasher.update(&bytes[at..bytes.len().min(at + 512)]));
+            }
+        }
+        let tokenizer = dir.join("tokenizer.json");
+        let text = std::fs::read(&tokenizer).with_context(|| format!("cannot read {}", tokenizer.display()))?;
+        Ok([hasher.finalize().to_vec(), Sha256::digest(text).to_vec()])
     }
 
     /// The checkpoint's advice on sampling: temperature and top_p of `generation_config.json`, 1 and 1 without it.

@@ -69,6 +69,16 @@ impl StateShape {
         floats.sum::<usize>() as u64 * 4
     }
 
+    /// Bytes of a boundary far from the start: windows and overlap lanes of the trunk.
+    pub fn boundary_bytes(&self) -> u64 {
+        let trunk = self.layers.iter().filter(|(scope, _)| !matches!(scope, Scope::Stage(_)));
+        let floats = trunk.map(|(_, layer)| {
+            let pools = [layer.compressed, layer.index].into_iter().flatten().filter(|pool| pool.overlap);
+            layer.window * layer.head_dim + pools.map(|pool| 2 * pool.ratio * pool.dim).sum::<usize>()
+        });
+        floats.sum::<usize>() as u64 * 4
+    }
+
     /// Bytes of the append-only rows of [`Self::block_tokens`] tokens.
     pub fn bytes_per_block(&self) -> u64 {
         let block = self.block_tokens();

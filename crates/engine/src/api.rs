@@ -356,6 +356,22 @@ pub struct CacheStatus {
     pub skipped: u64,
     /// Blocks that had to go.
     pub evicted: u64,
+    /// Most bytes under the directory on disk; 0 = there is none.
+    pub disk_limit_bytes: u64,
+    /// Bytes under it, foreign files included.
+    pub disk_used_bytes: u64,
+    /// Blocks on disk.
+    pub disk_blocks: usize,
+    /// Files read and found sound since the start.
+    pub disk_read: u64,
+    /// Files written since the start.
+    pub disk_written: u64,
+    /// Writes dropped because too many waited or there was no room.
+    pub disk_dropped: u64,
+    /// Damaged files set aside.
+    pub disk_quarantined: u64,
+    /// Nothing more is written: the disk refused again and again.
+    pub disk_failed: bool,
 }
 
 /// The engine as callers see it. Cloneable, usable from any thread.

@@ -1,6 +1,7 @@
 //! Many requests at once: the engine's thread, its commands and its clock. What happens on the thread is in [`core`].
 
 pub(crate) mod core;
+pub(crate) mod disk;
 mod live;
 mod prefix;
 
@@ -15,6 +16,7 @@ use troika_base::RequestId;
 use troika_scheduler::StateCost;
 
 use self::core::{Core, Submission};
+use self::disk::DiskTier;
 use crate::api::{EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, SubmitError};
 use crate::runner::Runner;
 
@@ -90,13 +92,25 @@ impl Engine {
     ///
     /// If the thread cannot be started.
     pub fn start(runner: Runner, options: EngineOptions) -> std::io::Result<Self> {
+        Self::start_with_disk(runner, options, None)
+    }
+
+    /// As [`Self::start`], with prefixes kept on disk too.
+    ///
+    /// # Errors
+    ///
+    /// If the thread cannot be started.
+    pub fn start_with_disk(runner: Runner, options: EngineOptions, disk: Option<DiskTier>) -> std::io::Result<Self> {
         let max_context_tokens = options.max_context_tokens.min(runner.config().max_position_embeddings);
         let options = EngineOptions { max_context_tokens, ..options };
         let vocab_size = runner.config().vocab_size;
         let status = Arc::new(Mutex::new(EngineStatus::default()));
         let (commands, received) = channel();
         let clock = Clock(Instant::now());
-        let core = Core::new(runner, &options, Arc::clone(&status));
+        let mut core = Core::new(runner, &options, Arc::clone(&status));
+        if let Some(disk) = disk {
+            core.set_disk(disk);
+        }
         let limits = core.scheduler().limits();
         tracing::info!(geometry = %limits.geometry, "steps");
         let (state_cost, block_tokens, state_bytes) = (limits.state_cost, limits.geometry.block, limits.state_bytes);
@@ -267,6 +281,7 @@ impl Loop {
             }
             self.core.turn(now);
             if !self.open && self.core.is_empty() {
+                self.core.flush();
                 return;
             }
             if !self.core.is_idle() {

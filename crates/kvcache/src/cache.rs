@@ -134,6 +134,22 @@ impl Cache {
         self.entries.get(&id).is_some_and(|entry| entry.boundary_bytes > 0)
     }
 
+    /// Blocks of `chain` up to the last boundary that is here. Changes nothing.
+    pub fn peek(&self, chain: &[BlockHash]) -> usize {
+        let ids = chain.iter().map_while(|hash| self.by_hash.get(hash));
+        ids.enumerate().filter(|(_, id)| self.has_boundary(**id)).map(|(index, _)| index + 1).last().unwrap_or(0)
+    }
+
+    /// From now on no more than `bytes` are kept.
+    pub fn set_limit(&mut self, bytes: u64, evicted: &mut Vec<Evicted>) {
+        self.limit_bytes = bytes;
+        while self.used_bytes > self.limit_bytes {
+            // Leases are short: what they hold goes next time.
+            let Some(one) = self.evict_one(None) else { return };
+            evicted.push(one);
+        }
+    }
+
     /// The longest prefix of `chain` that a sequence can resume after. Its blocks stay until the lease is released.
     pub fn lookup(&mut self, chain: &[BlockHash]) -> Found {
         self.clock += 1;
@@ -263,27 +279,27 @@ impl Cache {
             if bytes > self.limit_bytes {
                 return Err(Skip::NoRoom);
             }
-            let victims = self.entries.iter().filter(|(id, entry)| {
-                Some(**id) != keep && entry.leases == 0 && (entry.children == 0 || entry.boundary_bytes > 0)
-            });
-            let victim =
-                victims.min_by_key(|(id, entry)| self.worth(**id, entry)).map(|(id, entry)| (*id, entry.children));
-            match victim {
-                Some((id, 0)) => {
-                    self.remove(id);
-                    self.counters.blocks_evicted += 1;
-                    evicted.push(Evicted::Block(id));
-                }
-                Some((id, _)) => {
-                    let entry = self.entries.get_mut(&id).expect("found above");
-                    self.used_bytes -= std::mem::take(&mut entry.boundary_bytes);
-                    self.counters.boundaries_evicted += 1;
-                    evicted.push(Evicted::Boundary(id));
-                }
-                None => return Err(Skip::NoRoom),
-            }
+            evicted.push(self.evict_one(keep).ok_or(Skip::NoRoom)?);
         }
         Ok(())
+    }
+
+    /// Lets go of what is worth least, but for `keep` and what is leased.
+    fn evict_one(&mut self, keep: Option<BlockId>) -> Option<Evicted> {
+        let victims = self.entries.iter().filter(|(id, entry)| {
+            Some(**id) != keep && entry.leases == 0 && (entry.children == 0 || entry.boundary_bytes > 0)
+        });
+        let (id, entry) = victims.min_by_key(|(id, entry)| self.worth(**id, entry))?;
+        let (id, is_leaf) = (*id, entry.children == 0);
+        if is_leaf {
+            self.remove(id);
+            self.counters.blocks_evicted += 1;
+            return Some(Evicted::Block(id));
+        }
+        let entry = self.entries.get_mut(&id)?;
+        self.used_bytes -= std::mem::take(&mut entry.boundary_bytes);
+        self.counters.boundaries_evicted += 1;
+        Some(Evicted::Boundary(id))
     }
 
     fn remove(&mut self, id: BlockId) {

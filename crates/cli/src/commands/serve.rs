@@ -1,18 +1,20 @@
 //! `troika serve`: the HTTP server.
 
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use tokio::net::TcpListener;
 use troika_engine::api::Generator;
-use troika_engine::{Engine, EngineOptions};
+use troika_engine::{DiskTier, Engine, EngineOptions};
+use troika_kvstore::Store;
 use troika_server::{Limits, SamplingDefaults, ServerState};
 
-use crate::model_source::ModelArgs;
+use crate::model_source::{ModelArgs, OpenModel};
+use crate::size::Size;
 
 /// Serve a model over HTTP, compatible with OpenAI clients.
 ///
@@ -47,34 +49,27 @@ pub(crate) struct Args {
     /// Memory for prefixes that need not be computed again, e.g. 512M or 4G.
     #[arg(long, default_value = "1G", value_name = "SIZE")]
     cache_ram_limit: Size,
-    /// Keep no prefixes.
+    /// Folder in which prefixes are also kept on disk; without it they are gone at the next start. One process at a time.
+    #[arg(long, value_name = "DIR")]
+    cache_dir: Option<PathBuf>,
+    /// Most bytes under --cache-dir, whatever else lies there included.
+    #[arg(long, default_value = "16G", value_name = "SIZE")]
+    cache_disk_limit: Size,
+    /// Keep no prefixes, neither in memory nor on disk.
     #[arg(long)]
     no_cache: bool,
 }
 
-/// Bytes, written as a number with K, M, G or T (powers of 1024) behind it or not.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Size(pub(crate) u64);
-
-impl FromStr for Size {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (number, unit) = text.split_at(text.trim_end_matches(|c: char| c.is_ascii_alphabetic()).len());
-        let shift = match unit.trim_end_matches(['B', 'b', 'i']).to_ascii_uppercase().as_str() {
-            "" => 0,
-            "K" => 10,
-            "M" => 20,
-            "G" => 30,
-            "T" => 40,
-            _ => return Err(format!("{unit} is no unit: use K, M, G or T")),
-        };
-        let number: u64 = number.trim().parse().map_err(|_| format!("{text} is no size: write e.g. 512M or 4G"))?;
-        number
-            .checked_shl(shift)
-            .filter(|bytes| bytes >> shift == number)
-            .map(Self)
-            .ok_or(format!("{text} is too large"))
+/// The tier on disk, if one is wanted and can be had.
+fn disk_tier(args: &Args, model: &OpenModel) -> Result<Option<DiskTier>> {
+    let Some(dir) = args.cache_dir.as_ref().filter(|_| !args.no_cache) else { return Ok(None) };
+    let [weights, tokenizer] = model.digests()?;
+    match Store::open(dir, args.cache_disk_limit.0) {
+        Ok((store, items)) => Ok(Some(DiskTier { store, items, weights, tokenizer })),
+        Err(error) => {
+            tracing::warn!("no prefixes are kept on disk: {error}");
+            Ok(None)
+        }
     }
 }
 
@@ -140,7 +135,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
     let runner = model.runner(args.model.runner_options())?;
     let device = runner.device_description().to_owned();
-    let engine = Arc::new(Engine::start(runner, options)?);
+    let disk = disk_tier(args, &model)?;
+    let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
     let state = ServerState {
         generator: Arc::clone(&engine) as Arc<dyn Generator>,
         tokenizer,

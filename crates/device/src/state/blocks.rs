@@ -331,6 +331,7 @@ mod tests {
                 // Through floats, as a store would.
                 let floats: Vec<f32> = boundary.floats().flatten().copied().collect();
                 assert_eq!(floats.len() as u64 * 4, boundary.bytes());
+                assert_eq!(boundary.bytes(), shape().boundary_bytes());
                 assert_eq!(Boundary::from_floats(&shape(), boundary.len, &floats).expect("fits"), boundary);
                 let floats: Vec<f32> = blocks[0].floats().flatten().copied().collect();
                 assert_eq!(floats.len() as u64 * 4, shape().bytes_per_block());

@@ -19,6 +19,7 @@ use troika_scheduler::{
 };
 
 use super::EngineOptions;
+use super::disk::DiskTier;
 use super::live::Live;
 use super::prefix::{CacheIdentity, Prefixes};
 use crate::api::{EngineStatus, Event, EventSink, FinishReason, GenerateRequest};
@@ -127,6 +128,21 @@ impl<R: StepRunner> Core<R> {
         let max_context_tokens = options.max_context_tokens;
         lock(&status).state_bytes_limit = scheduler.limits().state_bytes;
         Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
+    }
+
+    /// Also keeps prefixes on disk. Without a cache in memory there is none on disk.
+    pub fn set_disk(&mut self, tier: DiskTier) {
+        if let Some(prefixes) = &mut self.prefixes {
+            prefixes.set_disk(tier);
+        }
+        self.publish();
+    }
+
+    /// Waits until everything is on disk that is to be.
+    pub fn flush(&self) {
+        if let Some(prefixes) = &self.prefixes {
+            prefixes.flush();
+        }
     }
 
     /// The scheduler, to look at.

@@ -11,6 +11,7 @@ use troika_device::state::{BlockRows, Boundary};
 use troika_device::{SequenceState, StateShape};
 use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, Skip};
 
+use super::disk::{Disk, DiskTier};
 use crate::api::CacheStatus;
 
 /// Version of what a block and a boundary hold.
@@ -28,7 +29,7 @@ pub(super) struct Thread {
     /// Leading blocks whose rows another sequence had left.
     matched: usize,
     /// Boundary within the answer; the next one makes it worthless.
-    answer_boundary: Option<BlockId>,
+    answer_boundary: Option<(BlockId, BlockHash)>,
     /// Why nothing more is stored.
     skipped: Option<Skip>,
 }
@@ -48,6 +49,7 @@ pub(super) struct Prefixes {
     blocks: BTreeMap<BlockId, Arc<BlockRows>>,
     boundaries: BTreeMap<BlockId, Arc<Boundary>>,
     identity: CacheIdentity,
+    disk: Option<Disk>,
     status: CacheStatus,
 }
 
@@ -68,7 +70,22 @@ impl Prefixes {
             blocks: BTreeMap::new(),
             boundaries: BTreeMap::new(),
             identity,
+            disk: None,
             status: CacheStatus { limit_bytes, ..CacheStatus::default() },
+        }
+    }
+
+    /// Also keeps prefixes on disk. No sequence may have been looked up or stored before.
+    pub(super) fn set_disk(&mut self, tier: DiskTier) {
+        (self.identity.weights, self.identity.tokenizer) = (tier.weights, tier.tokenizer);
+        self.disk = Some(Disk::new(tier.store, tier.items));
+        self.publish();
+    }
+
+    /// Waits until everything is on disk that is to be.
+    pub(super) fn flush(&self) {
+        if let Some(disk) = &self.disk {
+            disk.flush();
         }
     }
 
@@ -96,6 +113,7 @@ impl Prefixes {
     pub(super) fn lookup(&mut self, thread: &mut Thread, tokens: &[u32], shape: &StateShape) -> Option<Hit> {
         let wanted = (tokens.len() - 1) / self.block_tokens;
         thread.name_blocks(tokens, self.block_tokens, wanted);
+        self.bring_up(&thread.root, &thread.chain[..wanted], shape);
         let found = self.cache.lookup(&thread.chain[..wanted]);
         thread.matched = found.matched;
         let lease = found.lease?;
@@ -105,6 +123,40 @@ impl Prefixes {
         let hit = hit?;
         (thread.stored, thread.last) = (found.blocks.len(), found.blocks.last().copied());
         Some(hit)
+    }
+
+    /// Brings into memory what only the disk has of a prefix, if a sequence can then resume later than otherwise.
+    fn bring_up(&mut self, root: &BlockHash, chain: &[BlockHash], shape: &StateShape) {
+        let Some(disk) = &mut self.disk else { return };
+        let count = disk.peek(chain);
+        if count <= self.cache.peek(chain) {
+            return;
+        }
+        let (mut parent, mut evicted) = (None, Vec::new());
+        for name in &chain[..count] {
+            let known = self.cache.block(name);
+            let id = match known {
+                Some(id) => Some(id),
+                None => disk.read_rows(*name, shape).and_then(|rows| {
+                    let (id, _) = self.cache.insert(parent, *name, rows.bytes(), &mut evicted).ok()?;
+                    self.blocks.insert(id, Arc::new(rows));
+                    Some(id)
+                }),
+            };
+            if id.is_none() {
+                break;
+            }
+            parent = id;
+        }
+        let whole = parent.is_some() && parent == self.cache.block(&chain[count - 1]);
+        if let Some(id) = parent.filter(|id| whole && !self.cache.has_boundary(*id))
+            && let Some(boundary) = disk.read_boundary(chain[count - 1], count * self.block_tokens, shape)
+            && self.cache.insert_boundary(id, boundary.bytes(), &mut evicted).is_ok()
+        {
+            self.boundaries.insert(id, Arc::new(boundary));
+        }
+        tracing::debug!(blocks = count, root = ?root, "brought up from disk");
+        self.drop_evicted(&evicted);
     }
 
     fn attach(&self, ids: &[BlockId], shape: &StateShape) -> Option<Hit> {
@@ -186,7 +238,12 @@ impl Prefixes {
             self.drop_evicted(evicted);
             evicted.clear();
             if is_new {
-                self.blocks.insert(id, Arc::new(rows));
+                let rows = Arc::new(rows);
+                if let Some(disk) = &mut self.disk {
+                    let (depth, name) = (thread.stored as u32 + 1, thread.chain[thread.stored]);
+                    disk.put_rows(depth, thread.parent_of(thread.stored), name, &rows);
+                }
+                self.blocks.insert(id, rows);
             }
             thread.last = Some(id);
             thread.stored += 1;
@@ -195,18 +252,23 @@ impl Prefixes {
     }
 
     fn store_boundary(&mut self, thread: &mut Thread, boundary: Boundary, prompt: usize, evicted: &mut Vec<Evicted>) {
-        let Some(name) = (boundary.len / self.block_tokens).checked_sub(1).and_then(|index| thread.chain.get(index))
-        else {
-            return;
-        };
-        let Some(id) = self.cache.block(name) else { return };
+        let Some(index) = (boundary.len / self.block_tokens).checked_sub(1) else { return };
+        let Some(name) = thread.chain.get(index).copied() else { return };
+        let Some(id) = self.cache.block(&name) else { return };
         let of_answer = boundary.len > prompt && !boundary.len.is_multiple_of(self.granule);
         match self.cache.insert_boundary(id, boundary.bytes(), evicted) {
             Ok(true) => {
-                self.boundaries.insert(id, Arc::new(boundary));
-                let before = if of_answer { thread.answer_boundary.replace(id) } else { None };
-                if let Some(before) = before.filter(|before| self.cache.drop_boundary(*before)) {
+                let boundary = Arc::new(boundary);
+                if let Some(disk) = &mut self.disk {
+                    disk.put_boundary(index as u32 + 1, thread.parent_of(index), name, &boundary);
+                }
+                self.boundaries.insert(id, boundary);
+                let before = if of_answer { thread.answer_boundary.replace((id, name)) } else { None };
+                if let Some((before, name)) = before.filter(|(before, _)| self.cache.drop_boundary(*before)) {
                     self.boundaries.remove(&before);
+                    if let Some(disk) = &mut self.disk {
+                        disk.drop_boundary(name);
+                    }
                 }
             }
             Ok(false) => {}
@@ -238,6 +300,9 @@ impl Prefixes {
         self.status.hits = counters.hits;
         self.status.stored = counters.blocks_stored;
         self.status.evicted = counters.blocks_evicted;
+        if let Some(disk) = &self.disk {
+            disk.report(&mut self.status);
+        }
     }
 
     pub(super) fn status(&self) -> CacheStatus {
@@ -258,6 +323,11 @@ impl Prefixes {
 }
 
 impl Thread {
+    /// Name of the block before block `index`.
+    fn parent_of(&self, index: usize) -> BlockHash {
+        index.checked_sub(1).map_or(self.root, |before| self.chain[before])
+    }
+
     /// Names the first `count` blocks of `tokens`.
     fn name_blocks(&mut self, tokens: &[u32], block: usize, count: usize) {
         while self.chain.len() < count {

@@ -10,24 +10,24 @@ use troika_engine::{Engine, EngineOptions, StepRunner};
 use crate::serving::{Channel, LIMITS, wait_until};
 use crate::support::{open, options};
 
-const CACHED: EngineOptions = EngineOptions { cache_bytes: 1 << 30, chunk_tokens: 256, ..LIMITS };
+pub(crate) const CACHED: EngineOptions = EngineOptions { cache_bytes: 1 << 30, chunk_tokens: 256, ..LIMITS };
 
 fn engine(limits: EngineOptions) -> Engine {
     Engine::start(open("tiny-bf16", options()), limits).expect("starts")
 }
 
-fn tokens(seed: u64, count: usize) -> Vec<u32> {
+pub(crate) fn tokens(seed: u64, count: usize) -> Vec<u32> {
     (0..count as u64).map(|i| ((i * i * 7 + i * 31 + seed * 1009) % 383) as u32).collect()
 }
 
 /// Sampled, so that a wrong bit in the logits soon shows, and with the probabilities themselves.
-fn request(prompt: Vec<u32>, max_new_tokens: usize) -> GenerateRequest {
+pub(crate) fn request(prompt: Vec<u32>, max_new_tokens: usize) -> GenerateRequest {
     let sampling = Sampling { temperature: 1.0, seed: 5, ..Sampling::GREEDY };
     GenerateRequest { logprobs: Some(2), ..GenerateRequest::new(prompt, max_new_tokens, sampling) }
 }
 
 /// Tokens with the bits of their probabilities, and the usage.
-fn answer(engine: &Engine, request: GenerateRequest) -> (Vec<(u32, u32)>, Usage) {
+pub(crate) fn answer(engine: &Engine, request: GenerateRequest) -> (Vec<(u32, u32)>, Usage) {
     let (sender, events) = channel();
     engine.submit(request, Box::new(Channel(sender))).expect("accepted");
     let mut tokens = Vec::new();

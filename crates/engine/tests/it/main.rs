@@ -2,6 +2,7 @@
 
 mod cache;
 mod contract;
+mod disk;
 mod golden;
 mod serving;
 mod sim;
