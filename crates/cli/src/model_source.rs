@@ -60,6 +60,9 @@ impl ModelArgs {
         }
         let weights = WeightTable::build(&checkpoint, check)?;
         spinner.finish_and_clear();
+        if let [first, rest @ ..] = weights.notes() {
+            tracing::warn!("{first} ({} more such notes: see `troika inspect`)", rest.len());
+        }
         let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_string_lossy().into_owned()));
         let name = name.unwrap_or_else(|| "model".to_owned());
         Ok(OpenModel::new(name, checkpoint.config().clone(), weights, Files::Dir(dir)))
@@ -108,8 +111,9 @@ impl OpenModel {
             if is_small {
                 hasher.update(bytes);
             } else {
-                [0, bytes.len() / 2, bytes.len().saturating_sub(512)]
-                    .map(|at| hasher.update(&bytes[at..bytes.len().min(at + 512)]));
+                for at in [0, bytes.len() / 2, bytes.len().saturating_sub(512)] {
+                    hasher.update(&bytes[at..bytes.len().min(at + 512)]);
+                }
             }
         }
         let tokenizer = dir.join("tokenizer.json");

@@ -25,22 +25,31 @@ pub(crate) fn write_whole(target: &Path, bytes: &[u8]) -> Result<()> {
     file.finish()
 }
 
-/// A file that appears under its name when it is finished, and not at all if it never is.
+/// A file that appears under its name when it is finished, and not at all if it never is. What exists and is no ordinary
+/// file (a pipe, a device) is written to as it is.
 pub(crate) struct WholeFile {
     target: PathBuf,
-    part: PathBuf,
+    /// Where it is written until it is finished; `None` for what cannot be replaced.
+    part: Option<PathBuf>,
     /// `None` once it is finished.
     file: Option<BufWriter<fs::File>>,
 }
 
 impl WholeFile {
     pub(crate) fn create(target: &Path) -> Result<Self> {
+        let cannot = || format!("cannot write {}", target.display());
+        // The file that a link leads to is what is replaced, not the link.
+        let place = target.canonicalize().unwrap_or_else(|_| target.to_owned());
+        if place.metadata().is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir()) {
+            let file = fs::OpenOptions::new().write(true).open(&place).with_context(cannot)?;
+            return Ok(Self { target: place, part: None, file: Some(BufWriter::new(file)) });
+        }
         let mut name =
-            target.file_name().with_context(|| format!("{} is not a file name", target.display()))?.to_owned();
+            place.file_name().with_context(|| format!("{} is not a file name", target.display()))?.to_owned();
         name.push(format!(".{}.part", std::process::id()));
-        let part = target.with_file_name(name);
-        let file = fs::File::create(&part).with_context(|| format!("cannot write {}", target.display()))?;
-        Ok(Self { target: target.to_owned(), part, file: Some(BufWriter::new(file)) })
+        let part = place.with_file_name(name);
+        let file = fs::File::create(&part).with_context(cannot)?;
+        Ok(Self { target: place, part: Some(part), file: Some(BufWriter::new(file)) })
     }
 
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -50,8 +59,11 @@ impl WholeFile {
 
     pub(crate) fn finish(mut self) -> Result<()> {
         let file = self.file.take().expect("it is finished once");
-        let synced = file.into_inner().map_err(std::io::IntoInnerError::into_error).and_then(|file| file.sync_all());
-        let written = synced.and_then(|()| fs::rename(&self.part, &self.target));
+        let flushed = file.into_inner().map_err(std::io::IntoInnerError::into_error);
+        let written = flushed.and_then(|file| match &self.part {
+            None => Ok(()),
+            Some(part) => file.sync_all().and_then(|()| fs::rename(part, &self.target)),
+        });
         if written.is_err() {
             self.remove();
         }
@@ -60,7 +72,7 @@ impl WholeFile {
 
     fn remove(&self) {
         // Whatever went wrong before is what the user should hear of.
-        let _ = fs::remove_file(&self.part);
+        let _ = self.part.as_ref().map(fs::remove_file);
     }
 }
 

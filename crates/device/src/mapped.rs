@@ -16,6 +16,10 @@ use troika_base::SharedBytes;
 /// If the file cannot be opened or mapped.
 #[expect(unsafe_code, reason = "mapping a file is unsafe by nature: another process may change it")]
 pub fn map_file(path: &Path) -> io::Result<SharedBytes> {
+    // Asked before opening: opening a pipe would wait for a writer.
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not an ordinary file"));
+    }
     let file = File::open(path)?;
     if file.metadata()?.len() == 0 {
         return Ok(SharedBytes::empty());

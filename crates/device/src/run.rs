@@ -51,15 +51,12 @@ impl BufferPool {
 
     fn give<T>(kept: &Mutex<Vec<Vec<T>>>, buffer: Vec<T>) {
         let mut kept = lock(kept);
-        if kept.len() < Self::MAX_KEPT {
-            kept.push(buffer);
+        kept.push(buffer);
+        if kept.len() > Self::MAX_KEPT {
+            // The smallest is the cheapest to make again.
+            let smallest = (0..kept.len()).min_by_key(|index| kept[*index].capacity());
+            smallest.map(|index| kept.swap_remove(index));
         }
-    }
-
-    /// Frees everything kept, e.g. after a step that was much larger than the rest.
-    pub fn clear(&self) {
-        lock(&self.f32s).clear();
-        lock(&self.i32s).clear();
     }
 }
 

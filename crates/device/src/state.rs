@@ -545,7 +545,9 @@ impl LayerSnapshot {
 impl PoolSnapshot {
     fn of(pool: &Pool, len: usize) -> Self {
         let PoolShape { ratio, dim, overlap } = pool.shape;
-        let mut saved = Self { rows: pool.rows.pieces().flatten().copied().collect(), ..Self::default() };
+        // Rows that are staged but not committed are not part of it.
+        let rows = (0..len / ratio).flat_map(|index| pool.rows.row(index).iter().copied()).collect();
+        let mut saved = Self { rows, ..Self::default() };
         let block = len / ratio * ratio;
         for position in block..len {
             let (kv, gate) = pool.token(position).expect("pending tokens are kept");

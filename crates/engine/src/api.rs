@@ -284,7 +284,7 @@ pub enum SubmitError {
         /// What is wrong.
         reason: String,
     },
-    /// Prompt and requested tokens exceed the context.
+    /// The prompt leaves no room in the context.
     #[error("prompt of {prompt_tokens} tokens does not fit the context of {max_context_tokens}")]
     TooLong {
         /// Tokens of the prompt.
@@ -313,7 +313,7 @@ pub enum SubmitError {
 pub struct EngineStatus {
     /// Requests that have not started.
     pub queued: usize,
-    /// Requests with at least one computed token.
+    /// Requests that have started.
     pub running: usize,
     /// Prompt tokens computed since the start.
     pub prompt_tokens_total: u64,
@@ -374,7 +374,7 @@ pub struct CacheStatus {
     pub disk_failed: bool,
 }
 
-/// The engine as callers see it. Cloneable, usable from any thread.
+/// The engine as callers see it, usable from any thread.
 pub trait Generator: Send + Sync {
     /// Queues a request. Its events go to `sink`, in order.
     ///

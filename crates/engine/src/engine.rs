@@ -334,8 +334,10 @@ impl Loop {
         let now = self.clock.now_us();
         self.core.stop(message, now);
         // Requests that came in meanwhile hear it too.
-        while let Ok(Command::Submit(submission)) = self.commands.try_recv() {
-            submission.refuse(message);
+        while let Ok(command) = self.commands.try_recv() {
+            if let Command::Submit(submission) = command {
+                submission.refuse(message);
+            }
         }
     }
 }

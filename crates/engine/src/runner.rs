@@ -294,15 +294,14 @@ impl Runner {
     /// # Errors
     ///
     /// If a chunk is malformed (nothing has changed then) or the step failed.
+    ///
+    /// # Panics
+    ///
+    /// If other steps are in flight, whose results nobody would see: use [`Self::submit`] and [`Self::next_done`] then.
     pub fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Forward, RunnerError> {
-        let ticket = self.submit(chunks, Priority::Prefill)?;
-        loop {
-            let (done, forward) = self.next_done()?;
-            if done == ticket {
-                return Ok(forward);
-            }
-            self.recycle(forward);
-        }
+        assert!(self.pending.is_empty(), "`forward` needs an idle runner");
+        self.submit(chunks, Priority::Prefill)?;
+        Ok(self.next_done()?.1)
     }
 
     /// Queues one step. A sequence may be in several steps in flight; they run in the order of submission.
@@ -427,6 +426,10 @@ impl Runner {
     /// # Errors
     ///
     /// If there is no drafter, or the token or sequence is unknown.
+    ///
+    /// # Panics
+    ///
+    /// If other steps are in flight.
     pub fn draft(&mut self, sequence: SequenceId, anchor: u32) -> Result<Draft, RunnerError> {
         if self.facts().num_stages == 0 {
             return Err(RunnerError::NoDrafter { reason: "the checkpoint has no mtp.* tensors" });

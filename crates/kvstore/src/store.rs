@@ -79,8 +79,8 @@ struct Inner {
 pub struct Store {
     inner: Arc<Inner>,
     writer: Option<JoinHandle<()>>,
-    /// Held as long as the store is open.
-    _lock: File,
+    /// Locked as long as the store is open.
+    lock: File,
 }
 
 impl Store {
@@ -112,7 +112,7 @@ impl Store {
         let of_writer = Arc::clone(&inner);
         let writer = std::thread::Builder::new().name("kvstore".to_owned()).spawn(move || of_writer.write_all());
         let writer = Some(writer.map_err(io("start a thread for", dir))?);
-        Ok((Self { inner, writer, _lock: lock }, items))
+        Ok((Self { inner, writer, lock }, items))
     }
 
     /// Queues a file to be written; `payload` is called on the store's own thread. False if it is dropped.
@@ -194,6 +194,10 @@ impl Drop for Store {
             && writer.join().is_err()
         {
             tracing::error!("the store's thread ended with a panic");
+        }
+        // Closing is not enough if a child that is just being started has the file open too.
+        if let Err(error) = self.lock.unlock() {
+            tracing::warn!(%error, "the store's lock cannot be given back");
         }
     }
 }

@@ -38,6 +38,8 @@ pub struct Inspection {
     pub extra: BTreeMap<String, Amount>,
     /// Everything else that is wrong, one message each.
     pub problems: Vec<String>,
+    /// What is odd but does no harm, one message each.
+    pub notes: Vec<String>,
 }
 
 /// A number of tensors and their bytes.
@@ -156,6 +158,7 @@ pub fn inspect(path: &Path, open: OpenBytes<'_>) -> Result<Inspection, Checkpoin
         scales_checked: false,
         missing: MissingSummary::default(),
         extra: BTreeMap::new(),
+        notes: Vec::new(),
         problems,
     };
     let config = match place.read_config() {
@@ -220,6 +223,13 @@ impl Inspection {
         let chosen = routed / config.n_routed_experts as u64 * config.num_experts_per_tok as u64;
         self.parameters.active = self.parameters.trunk - routed - embed + chosen;
         self.drafter = Some(survey.drafter);
+        self.notes = survey.notes;
+        if config.swiglu_limit.is_none() {
+            self.notes.push("config.json has no swiglu_limit: gate and up projections are not clamped".to_owned());
+        }
+        if config.rope_scaling.is_none() {
+            self.notes.push("config.json has no rope_scaling: long contexts are not stretched (YaRN)".to_owned());
+        }
         self.missing = survey.missing;
         for name in &survey.extra {
             let bytes = files.get(name).map_or(0, |tensor| tensor.bytes.len() as u64);
@@ -326,6 +336,12 @@ impl Inspection {
         }
         if let more @ 1.. = self.extra.len().saturating_sub(MAX_LISTED) {
             writeln!(f, "extra       {more} more kinds of tensors, not used")?;
+        }
+        for note in self.notes.iter().take(MAX_LISTED) {
+            writeln!(f, "note        {note}")?;
+        }
+        if let more @ 1.. = self.notes.len().saturating_sub(MAX_LISTED) {
+            writeln!(f, "note        {more} more")?;
         }
         if !self.classes.is_empty() && !self.scales_checked {
             writeln!(f, "scales      not looked at, there are too many to read")?;

@@ -38,11 +38,6 @@ pub enum WeightError {
     #[error("{}: the parts of tensor `{tensor}` do not fit: {reason}", file.display())]
     Parts { file: PathBuf, tensor: String, reason: StorageError },
     #[error(
-        "{}: tensor `{tensor}` holds {found}, but the `quantization` map of config.json says `{module}` has {says}",
-        file.display()
-    )]
-    Contradiction { file: PathBuf, tensor: String, found: String, module: String, says: String },
-    #[error(
         "{}: tensor `{tensor}` has the scale {value} at {at:?}; scales must be finite, the file is damaged",
         file.display()
     )]
@@ -197,6 +192,7 @@ pub struct WeightTable {
     hash_layers: Vec<bool>,
     drafter: DrafterStatus,
     extra: Vec<String>,
+    notes: Vec<String>,
 }
 
 impl WeightTable {
@@ -223,6 +219,7 @@ impl WeightTable {
             hash_layers: survey.hash_layers,
             drafter: survey.drafter,
             extra: survey.extra,
+            notes: survey.notes,
         })
     }
 
@@ -251,6 +248,11 @@ impl WeightTable {
     /// Names of tensors that no weight uses.
     pub fn extra(&self) -> &[String] {
         &self.extra
+    }
+
+    /// Where config.json says otherwise than the tensors, which decide.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
     }
 
     /// Every weight in the order of [`WeightSource::keys`].

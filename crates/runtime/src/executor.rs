@@ -4,7 +4,7 @@
 //! decode step go before the next node of a prefill step: no prefill node is handed over while a decode node is queued. Two steps are ordered only where they touch the state of the
 //! same sequence: a node that touches a layer's state waits for the earlier step's nodes of that layer that do.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -70,9 +70,7 @@ pub enum ExecutorError {
     /// A node failed. The state of the step's sequences is no longer to be trusted.
     #[error("{step}: {reason}")]
     Node { step: StepId, reason: String },
-    /// Every device has gone without finishing its work.
-    #[error("all devices stopped with steps in flight")]
-    Disconnected,
+
     /// [`Executor::next_done`] was called with nothing in flight.
     #[error("no step is in flight")]
     Idle,
@@ -106,6 +104,8 @@ pub struct Executor {
     steps: BTreeMap<StepId, InFlight>,
     next_step: u64,
     done: (Sender<Completion>, Receiver<Completion>),
+    /// Steps that ended because an earlier one of the same sequence failed, not yet reported.
+    given_up: VecDeque<(StepId, String)>,
     totals: Ledger,
 }
 
@@ -124,6 +124,7 @@ impl Executor {
             steps: BTreeMap::new(),
             next_step: 0,
             done: channel(),
+            given_up: VecDeque::new(),
             totals: Ledger::default(),
         }
     }
@@ -142,7 +143,10 @@ impl Executor {
         self.next_step += 1;
         let in_flight = self.prepare(id, step);
         self.steps.insert(id, in_flight);
-        self.queue_ready()?;
+        if let Err(error) = self.queue_ready() {
+            self.steps.remove(&id);
+            return Err(error);
+        }
         Ok(Ticket(id))
     }
 
@@ -160,14 +164,17 @@ impl Executor {
     ///
     /// # Errors
     ///
-    /// If a node failed or a device is gone. The other steps stay in flight.
+    /// If a node failed or a device is gone. Later steps of the same sequences fail too, one call each, since they build on
+    /// state that is not to be trusted; the others stay in flight.
     pub fn next_done(&mut self) -> Result<FinishedStep, ExecutorError> {
+        if let Some((step, reason)) = self.given_up.pop_front() {
+            return Err(ExecutorError::Node { step, reason });
+        }
         if self.steps.is_empty() {
             return Err(ExecutorError::Idle);
         }
         loop {
-            // The executor holds a sender itself, so the channel only closes with it.
-            let completion = self.done.1.recv().map_err(|_| ExecutorError::Disconnected)?;
+            let completion = self.done.1.recv().expect("the executor holds a sender itself");
             if let Some(finished) = self.complete(completion)? {
                 return Ok(finished);
             }
@@ -178,8 +185,11 @@ impl Executor {
     ///
     /// # Errors
     ///
-    /// If a node failed or a device is gone. The other steps stay in flight.
+    /// As [`Self::next_done`].
     pub fn next_done_until(&mut self, until: Instant) -> Result<Option<FinishedStep>, ExecutorError> {
+        if let Some((step, reason)) = self.given_up.pop_front() {
+            return Err(ExecutorError::Node { step, reason });
+        }
         if self.steps.is_empty() {
             return Err(ExecutorError::Idle);
         }
@@ -192,7 +202,7 @@ impl Executor {
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => return Ok(None),
-                Err(RecvTimeoutError::Disconnected) => return Err(ExecutorError::Disconnected),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the executor holds a sender itself"),
             }
         }
     }
@@ -290,6 +300,25 @@ impl Executor {
         step.earlier.iter().any(busy)
     }
 
+    /// Drops a failed step and every later step that builds on its sequences' state.
+    fn give_up(&mut self, failed: StepId) {
+        let step = self.steps.remove(&failed).expect("it is in flight");
+        self.totals.merge(&step.ledger);
+        let mut lost = BTreeSet::from([failed]);
+        // Steps are in order of submission, so one pass finds what depends on what was lost before it.
+        for (id, step) in &self.steps {
+            if step.earlier.iter().any(|earlier| lost.contains(earlier)) {
+                lost.insert(*id);
+            }
+        }
+        lost.remove(&failed);
+        for id in lost {
+            let step = self.steps.remove(&id).expect("found above");
+            self.totals.merge(&step.ledger);
+            self.given_up.push_back((id, format!("{failed}, which computed the tokens before, failed")));
+        }
+    }
+
     fn complete(&mut self, completion: Completion) -> Result<Option<FinishedStep>, ExecutorError> {
         let Completion { step: id, node, elapsed_us, result } = completion;
         // A step that failed has been dropped; its last completions may still come in.
@@ -297,8 +326,8 @@ impl Executor {
         let (device, kind) = (step.placement[node.0 as usize], step.run.graph().node(node).kind);
         if let Err(reason) = result {
             step.ledger.at(kind, device).failed += 1;
-            let step = self.steps.remove(&id).expect("present above");
-            self.totals.merge(&step.ledger);
+            self.give_up(id);
+            self.queue_ready()?;
             return Err(ExecutorError::Node { step: id, reason });
         }
         let rows = step.run.rows().num_rows() as u64;

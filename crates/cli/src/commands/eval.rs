@@ -96,8 +96,8 @@ fn score_file(
     let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(text).with_context(|| format!("{} is not UTF-8 text", path.display()))?;
     let mut ids = encode_completion(tokenizer, &text)?;
-    if max_tokens > 0 && ids.len() > max_tokens + 1 {
-        ids.truncate(max_tokens + 1);
+    if max_tokens > 0 {
+        ids.truncate(max_tokens.saturating_add(1));
     }
     ensure!(ids.len() > 1, "{} holds no text", path.display());
     let bytes = match ids.len() - 1 {

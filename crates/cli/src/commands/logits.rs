@@ -13,7 +13,7 @@ use crate::progress;
 use crate::report::WholeFile;
 
 /// Tokens fed at once if nothing else is asked for.
-const DEFAULT_CHUNK: usize = 512;
+const DEFAULT_CHUNK: u32 = 512;
 /// Logits turned into bytes at once.
 const CHUNK_FLOATS: usize = 1 << 16;
 
@@ -32,15 +32,14 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 0, value_name = "N")]
     last: usize,
     /// Sizes of the chunks the input is fed in, repeated as needed; by default chunks of 512.
-    #[arg(long, value_delimiter = ',', value_name = "SIZES")]
-    chunks: Vec<usize>,
+    #[arg(long, value_delimiter = ',', value_name = "SIZES", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    chunks: Vec<u32>,
     /// File to write.
     #[arg(long, value_name = "FILE.safetensors")]
     out: PathBuf,
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    ensure!(!args.chunks.contains(&0), "--chunks: a chunk has at least one token");
     let tokens = read_tokens(&args.tokens)?;
     let rows = if args.last == 0 { tokens.len() } else { args.last.min(tokens.len()) };
     let model = args.model.open()?;
@@ -80,14 +79,14 @@ fn read_tokens(path: &Path) -> Result<Vec<u32>> {
 }
 
 /// Feeds the tokens in chunks and writes the logits of the last `rows` as they come.
-fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[usize], rows: usize, file: &mut WholeFile) -> Result<()> {
+fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[u32], rows: usize, file: &mut WholeFile) -> Result<()> {
     let sizes = if sizes.is_empty() { &[DEFAULT_CHUNK] } else { sizes };
     let bar = progress::tokens("computing", tokens.len() as u64);
     let sequence = runner.new_sequence();
     let first_wanted = tokens.len() - rows;
     let mut start = 0usize;
     for size in sizes.iter().cycle() {
-        let end = start.saturating_add(*size).min(tokens.len());
+        let end = (start + *size as usize).min(tokens.len());
         let wanted = end.saturating_sub(first_wanted.max(start));
         let chunk = Chunk {
             sequence,
@@ -96,7 +95,12 @@ fn compute(runner: &mut Runner, tokens: &[u32], sizes: &[usize], rows: usize, fi
             acceptance: Acceptance::Whole,
         };
         let forward = runner.forward(&[chunk])?;
-        for row in forward.logits(0).chunks(CHUNK_FLOATS) {
+        let logits = forward.logits(0);
+        if let Some(index) = logits.iter().position(|logit| !logit.is_finite()) {
+            let position = end - wanted + index / runner.config().vocab_size;
+            bail!("the logits at position {position} are not finite: the checkpoint's weights are damaged");
+        }
+        for row in logits.chunks(CHUNK_FLOATS) {
             let bytes: Vec<u8> = row.iter().flat_map(|logit| logit.to_le_bytes()).collect();
             file.write(&bytes)?;
         }

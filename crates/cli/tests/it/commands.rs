@@ -158,7 +158,7 @@ fn token_files_are_checked() {
         assert!(!scratch.path("out.safetensors").exists(), "nothing is written");
     }
     let tokens = scratch.write("tokens.json", b"[1, 2]");
-    troika(&["logits", "--model", &model, "--tokens", &tokens, "--out", &out, "--chunks", "0"]).fails(1, &["--chunks"]);
+    troika(&["logits", "--model", &model, "--tokens", &tokens, "--out", &out, "--chunks", "0"]).fails(2, &["--chunks"]);
     troika(&["logits", "--model", &model, "--tokens", &tokens, "--out", "/no/such/dir/x"])
         .fails(1, &["/no/such/dir/x"]);
 }
@@ -201,4 +201,26 @@ fn reports_are_json_with_the_promised_keys() {
     let sum: f64 = kinds.iter().map(|row| row["gflop"].as_f64().expect("a number")).sum();
     assert!((sum - explain["total"]["gflop"].as_f64().expect("a number")).abs() < 1e-9 * sum);
     assert!(explain["peak_activation_bytes"].as_u64().expect("a number") > 0);
+}
+
+/// What is no ordinary file is written to, not replaced; a link is followed.
+#[test]
+fn output_goes_where_it_was_sent() {
+    let scratch = Scratch::new();
+    let model = scratch.arg("model");
+    let target = scratch.write("target.json", b"old");
+    std::os::unix::fs::symlink(&target, scratch.path("link.json")).expect("a link");
+    troika(&["inspect", &model, "--json", &scratch.arg("link.json")]).ok();
+    assert!(scratch.path("link.json").is_symlink(), "the link is still one");
+    assert!(std::fs::read_to_string(&target).expect("readable").starts_with('{'));
+    let pipe = scratch.arg("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo is there").success());
+    let reader = std::thread::spawn({
+        let pipe = pipe.clone();
+        move || std::fs::read_to_string(pipe).expect("readable")
+    });
+    troika(&["inspect", &model, "--json", &pipe]).ok();
+    assert!(reader.join().expect("ends").starts_with('{'));
+    troika(&["explain", "--config", &model, "--json", "/dev/null"]).ok();
+    assert!(!std::path::Path::new("/dev/null").metadata().expect("there").is_file(), "/dev/null is still a device");
 }

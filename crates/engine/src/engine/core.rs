@@ -214,7 +214,11 @@ impl<R: StepRunner> Core<R> {
 
     /// Ends every request with an error; nothing is computed any more.
     pub fn stop(&mut self, message: &str, _now_us: u64) {
-        lock(&self.status).failure = Some(message.to_owned());
+        {
+            let mut status = lock(&self.status);
+            status.failure = Some(message.to_owned());
+            (status.queued, status.running) = (0, 0);
+        }
         for live in self.requests.values_mut() {
             live.fail(message);
             live.deliver();

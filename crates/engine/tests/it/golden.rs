@@ -261,9 +261,10 @@ fn official_class_needs_index_rows_it_can_turn() {
     assert!(matches!(refused, Some(RunnerError::IndexWidth { index_head_dim: 80 })), "{refused:?}");
 }
 
-/// Official rounding of cache rows. A value within 1e-6 of a rounding edge may fall on either side (of the stored
-/// sequences one does here: channel 59 of the K=V row of token 101 in layer 1, `n129`), so the rule of `oracle/README.md`
-/// applies: agreement, or isolated jumps up to about 0.1. The selected index rows must be the same.
+/// Official rounding of cache rows. A value within 1e-6 of a rounding edge may fall on either side, so the rule of
+/// `oracle/README.md` applies: agreement, or isolated jumps up to about 0.1. (Of the stored sequences it happens in `n129`:
+/// channel 59 of the K=V row of token 101 in layer 1; another moves row 43 by 3e-4.) The selected index rows must be the
+/// same.
 #[test]
 fn golden_qat_logits_and_selection() {
     const JUMP: f64 = 0.11;

@@ -70,9 +70,12 @@ fn of_first(first: &Option<String>) -> String {
 }
 
 impl CheckpointError {
-    /// True where something is absent or given twice, so that the rest can still be looked at.
+    /// True where one file or tensor is damaged, absent or given twice, so that the rest can still be looked at.
     pub(crate) fn leaves_a_rest(&self) -> bool {
-        matches!(self, Self::MissingShard { .. } | Self::NotInShard { .. } | Self::InTwoShards { .. })
+        matches!(
+            self,
+            Self::MissingShard { .. } | Self::NotInShard { .. } | Self::InTwoShards { .. } | Self::Header { .. }
+        )
     }
 }
 

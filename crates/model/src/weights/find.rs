@@ -21,6 +21,8 @@ pub(crate) struct Survey {
     pub(crate) missing: MissingSummary,
     pub(crate) broken: Vec<WeightError>,
     pub(crate) extra: Vec<String>,
+    /// Where config.json says otherwise than the tensors.
+    pub(crate) notes: Vec<String>,
     pub(crate) hash_layers: Vec<bool>,
     pub(crate) drafter: DrafterStatus,
 }
@@ -29,7 +31,15 @@ impl Survey {
     /// Looks for every weight. `Err` if no layout fits.
     pub(crate) fn take(files: &TensorFiles, config: &ConfigFile, check: ScaleCheck) -> Result<Self, String> {
         let layout = Layout::detect(files)?;
-        let mut finder = Finder { files, config, layout, check, used: BTreeSet::new(), empty: SharedBytes::empty() };
+        let mut finder = Finder {
+            files,
+            config,
+            layout,
+            check,
+            used: BTreeSet::new(),
+            notes: BTreeSet::new(),
+            empty: SharedBytes::empty(),
+        };
         let model = &config.model;
         let hash_layers: Vec<bool> = (0..layer_count(model)).map(|layer| finder.is_hash(layer)).collect();
         let mut keys: Vec<WeightKey> = layout::MODEL_ROLES.iter().map(|&role| WeightKey::model(role)).collect();
@@ -43,6 +53,7 @@ impl Survey {
             missing: MissingSummary::default(),
             broken: Vec::new(),
             extra: Vec::new(),
+            notes: Vec::new(),
             hash_layers,
             drafter: DrafterStatus::Unavailable { reason: String::new() },
         };
@@ -64,6 +75,7 @@ impl Survey {
         survey.drafter = survey.take_drafter(&mut finder);
         survey.extra =
             files.iter().filter(|(name, _)| !finder.used.contains(name)).map(|(name, _)| name.to_owned()).collect();
+        survey.notes = finder.notes.into_iter().collect();
         Ok(survey)
     }
 
@@ -114,6 +126,7 @@ struct Finder<'a> {
     check: ScaleCheck,
     /// Names of the tensors that some weight needs.
     used: BTreeSet<&'a str>,
+    notes: BTreeSet<String>,
     empty: SharedBytes,
 }
 
@@ -331,7 +344,7 @@ impl<'a> Finder<'a> {
                 return Err(self.format(named, reason));
             }
         };
-        self.compare_with_config(named, place.module(), mode, [bits, group])?;
+        self.compare_with_config(place.module(), mode, [bits, group]);
         self.check_scales(scales, scale, &scale_bytes, scale_cols, place.stack)?;
         let bias_bytes = if matches!(format, Format::Affine { .. }) {
             let biases_name = format!("{}.biases", place.module());
@@ -350,15 +363,9 @@ impl<'a> Finder<'a> {
         self.store(named, format, [rows, cols], [data, scale_bytes, bias_bytes])
     }
 
-    /// Tensors decide; but a `quantization` map that says otherwise means that one of the two is from elsewhere.
-    fn compare_with_config(
-        &self,
-        named: Named<'a>,
-        module: &str,
-        mode: &str,
-        [bits, group]: [usize; 2],
-    ) -> Result<(), WeightError> {
-        let Some(map) = &self.config.quantization else { return Ok(()) };
+    /// Tensors decide. A `quantization` map that says otherwise is worth a word, since one of the two may be from elsewhere.
+    fn compare_with_config(&mut self, module: &str, mode: &str, [bits, group]: [usize; 2]) {
+        let Some(map) = &self.config.quantization else { return };
         let said = match map.modules.get(module) {
             Some(said) => said.as_ref(),
             None => Some(&map.default),
@@ -368,16 +375,12 @@ impl<'a> Finder<'a> {
                 && said_bits.is_none_or(|said| said == bits as u64)
                 && group_size.is_none_or(|said| said == group as u64)
         });
-        if agrees {
-            return Ok(());
+        if !agrees {
+            let says = said.map_or_else(|| "no quantisation".to_owned(), ToString::to_string);
+            self.notes.insert(format!(
+                "`{module}` holds mode {mode}, {bits} bits, group {group}, though config.json says {says}; the tensors decide"
+            ));
         }
-        Err(WeightError::Contradiction {
-            file: self.file(named),
-            tensor: named.name.to_owned(),
-            found: format!("mode {mode}, {bits} bits, group {group}"),
-            module: module.to_owned(),
-            says: said.map_or_else(|| "no quantisation".to_owned(), ToString::to_string),
-        })
     }
 
     fn check_scales(

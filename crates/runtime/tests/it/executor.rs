@@ -39,6 +39,11 @@ impl Recorder {
         Some((step, node))
     }
 
+    /// True if the oldest node in the queue is of `step`.
+    fn next_is(&self, step: StepId) -> bool {
+        self.queue.lock().expect("not poisoned").front().is_some_and(|work| work.run.id() == step)
+    }
+
     fn queued(&self) -> usize {
         self.queue.lock().expect("not poisoned").iter().map(|work| work.nodes.len()).sum()
     }
@@ -202,4 +207,31 @@ fn a_failed_node_ends_its_step_and_no_other() {
     let total = executor.totals().total();
     assert_eq!(total.failed, 1);
     assert!(total.submitted > total.completed, "what was given up is not counted as done");
+}
+
+/// Whoever builds on the state of a failed step fails with it; nobody waits for ever, and others go on.
+#[test]
+fn a_failure_reaches_the_later_steps_of_its_sequence() {
+    let (device, graph) = (Recorder::new(), graph(3));
+    let mut executor = executor(&device);
+    let mut submit = |sequence| executor.submit(step(&graph, sequence, Priority::Prefill)).expect("accepted");
+    let (failing, dependents, other) = (submit(0), [submit(0), submit(0)], submit(1));
+    while !device.next_is(failing.0) {
+        device.step(Ok(()));
+    }
+    device.step(Err("broken".to_owned()));
+    for want in [failing, dependents[0], dependents[1]] {
+        match executor.next_done() {
+            Err(ExecutorError::Node { step, .. }) => assert_eq!(step, want.0),
+            other => panic!("not an error: {other:?}"),
+        }
+    }
+    std::thread::scope(|scope| {
+        let done = scope.spawn(|| executor.next_done().expect("finishes").ticket);
+        while !done.is_finished() {
+            device.step(Ok(()));
+            std::thread::yield_now();
+        }
+        assert_eq!(done.join().expect("ends"), other);
+    });
 }
