@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use troika_base::RequestId;
-pub use troika_scheduler::Urgency;
+pub use troika_scheduler::{ChunkRecord, Narrowing, Rule, Urgency};
 
 /// How the next token is drawn from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -337,6 +337,30 @@ pub struct EngineStatus {
     pub failure: Option<String>,
 }
 
+/// How one request was served, kept for a while after its end.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestRecord {
+    /// Which.
+    pub request: Option<RequestId>,
+    /// Counts and times.
+    pub usage: Usage,
+    /// Blocks of the cached prefix that came from disk; the others were in memory.
+    pub blocks_from_disk: usize,
+    /// The prompt has this many leading tokens, in whole blocks, in common with what was kept, and then parted from it.
+    pub diverged_after: Option<usize>,
+    /// Whole blocks of prompt and answer that were left to others, found ones included.
+    pub stored_blocks: usize,
+    /// Why not all of them, if so.
+    pub skipped_because: Option<&'static str>,
+    /// Chunks in which known tokens were computed, those of a preempted sequence twice; at most [`MAX_CHUNK_RECORDS`].
+    pub chunks: Vec<ChunkRecord>,
+    /// How often the sequence gave its state back to others.
+    pub preemptions: u32,
+}
+
+/// Most chunks that a [`RequestRecord`] lists.
+pub const MAX_CHUNK_RECORDS: usize = 256;
+
 /// A snapshot of the prefix cache; all zero without one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheStatus {
@@ -389,4 +413,10 @@ pub trait Generator: Send + Sync {
 
     /// Load and totals now.
     fn status(&self) -> EngineStatus;
+
+    /// How a request was served, if it ended not too long ago.
+    fn record(&self, request: RequestId) -> Option<RequestRecord> {
+        let _ = request;
+        None
+    }
 }

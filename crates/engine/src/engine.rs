@@ -5,6 +5,7 @@ pub(crate) mod disk;
 mod live;
 mod prefix;
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -17,7 +18,9 @@ use troika_scheduler::StateCost;
 
 use self::core::{Core, Submission};
 use self::disk::DiskTier;
-use crate::api::{EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, SubmitError};
+use crate::api::{
+    EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, RequestRecord, SubmitError,
+};
 use crate::runner::Runner;
 
 /// How often a request whose listener has no room is offered its event again.
@@ -64,6 +67,7 @@ pub struct Engine {
     /// `None` once the engine is told to stop.
     commands: Mutex<Option<Sender<Command>>>,
     status: Arc<Mutex<EngineStatus>>,
+    records: Arc<Mutex<VecDeque<RequestRecord>>>,
     next_request: AtomicU64,
     options: EngineOptions,
     vocab_size: usize,
@@ -111,6 +115,7 @@ impl Engine {
         if let Some(disk) = disk {
             core.set_disk(disk);
         }
+        let records = core.records();
         let limits = core.scheduler().limits();
         tracing::info!(geometry = %limits.geometry, "steps");
         let (state_cost, block_tokens, state_bytes) = (limits.state_cost, limits.geometry.block, limits.state_bytes);
@@ -127,6 +132,7 @@ impl Engine {
         Ok(Self {
             commands: Mutex::new(Some(commands)),
             status,
+            records,
             next_request: AtomicU64::new(1),
             options,
             vocab_size,
@@ -255,6 +261,10 @@ impl Generator for Engine {
 
     fn status(&self) -> EngineStatus {
         lock(&self.status).clone()
+    }
+
+    fn record(&self, request: RequestId) -> Option<RequestRecord> {
+        lock(&self.records).iter().rev().find(|record| record.request == Some(request)).cloned()
     }
 }
 

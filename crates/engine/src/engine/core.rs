@@ -6,7 +6,7 @@
 //! A decode step with the next token of every running sequence and a prefill step with prompt chunks are in flight side by
 //! side. By the row contract neither can change the other's numbers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use super::EngineOptions;
 use super::disk::DiskTier;
 use super::live::Live;
 use super::prefix::{CacheIdentity, Prefixes};
-use crate::api::{EngineStatus, Event, EventSink, FinishReason, GenerateRequest};
+use crate::api::{EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, RequestRecord};
 use crate::runner::{Chunk, RunnerError, WantLogits};
 
 /// Does forward passes. The engine's own is [`crate::Runner`]; tests have one that computes no model.
@@ -115,7 +115,11 @@ pub struct Core<R> {
     /// In order of arrival, since ids ascend.
     requests: BTreeMap<RequestId, Live>,
     in_flight: BTreeMap<Ticket, InFlight>,
+    records: Arc<Mutex<VecDeque<RequestRecord>>>,
 }
+
+/// Records of requests that have ended are kept for so many.
+const MAX_RECORDS: usize = 512;
 
 impl<R: StepRunner> Core<R> {
     /// Resolves the geometry and starts with no requests.
@@ -127,7 +131,8 @@ impl<R: StepRunner> Core<R> {
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
         lock(&status).state_bytes_limit = scheduler.limits().state_bytes;
-        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
+        let records = Arc::default();
+        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight, records }
     }
 
     /// Also keeps prefixes on disk. Without a cache in memory there is none on disk.
@@ -148,6 +153,11 @@ impl<R: StepRunner> Core<R> {
     /// The scheduler, to look at.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler
+    }
+
+    /// Records of the requests that ended last, oldest first.
+    pub fn records(&self) -> Arc<Mutex<VecDeque<RequestRecord>>> {
+        Arc::clone(&self.records)
     }
 
     /// What does the steps.
@@ -266,13 +276,34 @@ impl<R: StepRunner> Core<R> {
             }
         }
         for id in through {
-            let live = self.requests.remove(&id).expect("listed above");
+            let mut live = self.requests.remove(&id).expect("listed above");
+            self.remember(live.record());
             let mut status = lock(&self.status);
             status.requests_total += 1;
             if live.started_us.is_none() {
                 status.queued = status.queued.saturating_sub(1);
             }
         }
+    }
+
+    fn remember(&self, record: RequestRecord) {
+        let RequestRecord { usage, blocks_from_disk, skipped_because, preemptions, ref chunks, .. } = record;
+        tracing::debug!(
+            request_id = record.request.map(|id| id.0),
+            num_tokens = usage.prompt_tokens,
+            cached = usage.cached_tokens,
+            blocks_from_disk,
+            skipped_because,
+            chunks = chunks.len(),
+            preemptions,
+            queue_us = usage.queue_us,
+            "ended"
+        );
+        let mut records = lock(&self.records);
+        if records.len() == MAX_RECORDS {
+            records.pop_front();
+        }
+        records.push_back(record);
     }
 
     fn admit(&mut self, now_us: u64) {
@@ -313,6 +344,7 @@ impl<R: StepRunner> Core<R> {
             let sequence = live.sequence.take().expect("a preempted sequence has state");
             self.runner.drop_sequence(sequence);
             live.num_computed_tokens = 0;
+            live.notes.preemptions += 1;
             tracing::debug!(request_id = %id, "preempted");
         }
         for id in plan.exhausted {
@@ -340,6 +372,12 @@ impl<R: StepRunner> Core<R> {
         let submitted = self.runner.submit(&chunks, priority);
         match submitted {
             Ok(ticket) => {
+                for part in parts.iter().filter(|_| lane == Lane::Prefill) {
+                    let live = self.requests.get_mut(&part.request).expect("taken from the table");
+                    if live.notes.chunks.len() < MAX_CHUNK_RECORDS {
+                        live.notes.chunks.push(part.chunk.clone());
+                    }
+                }
                 let parts = parts.into_iter().map(|part| (part.request, part.chunk.width)).collect();
                 self.in_flight.insert(ticket, InFlight { lane, parts });
             }

@@ -6,7 +6,9 @@ use troika_base::{RequestId, SequenceId};
 
 use super::core::Submission;
 use super::prefix::Thread;
-use crate::api::{ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, TokenSet, Usage};
+use crate::api::{
+    ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, RequestRecord, TokenSet, Usage,
+};
 use crate::sampler::{History, allow_only, logprobs, penalize, sample};
 
 pub(super) struct Live {
@@ -28,6 +30,8 @@ pub(super) struct Live {
     pub(super) thread: Option<Thread>,
     /// Tokens it had when it first started.
     pub(super) cached_tokens: usize,
+    /// Filled as it goes; see [`Self::record`].
+    pub(super) notes: RequestRecord,
     sink: Box<dyn EventSink>,
     history: History,
     submitted_us: u64,
@@ -52,6 +56,7 @@ impl Live {
             started_us: None,
             thread: None,
             cached_tokens: 0,
+            notes: RequestRecord { request: Some(id), ..RequestRecord::default() },
             sink,
             history,
             submitted_us,
@@ -166,6 +171,15 @@ impl Live {
     fn end(&mut self) {
         self.ended = true;
         self.pending.clear();
+    }
+
+    /// How it was served so far.
+    pub(super) fn record(&mut self) -> RequestRecord {
+        self.notes.usage = self.usage();
+        if let Some(thread) = &self.thread {
+            thread.note(&mut self.notes);
+        }
+        self.notes.clone()
     }
 
     fn usage(&self) -> Usage {

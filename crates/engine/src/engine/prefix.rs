@@ -12,7 +12,7 @@ use troika_device::{SequenceState, StateShape};
 use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, Skip};
 
 use super::disk::{Disk, DiskTier};
-use crate::api::CacheStatus;
+use crate::api::{CacheStatus, RequestRecord};
 
 /// Version of what a block and a boundary hold.
 pub(super) const LAYOUT_VERSION: u32 = 1;
@@ -32,6 +32,10 @@ pub(super) struct Thread {
     answer_boundary: Option<(BlockId, BlockHash)>,
     /// Why nothing more is stored.
     skipped: Option<Skip>,
+    /// Blocks brought up from disk for it.
+    from_disk: usize,
+    /// Tokens of the blocks that another sequence had left, if it went another way from there.
+    diverged_after: Option<usize>,
 }
 
 /// A place to resume.
@@ -106,6 +110,8 @@ impl Prefixes {
             matched: 0,
             answer_boundary: None,
             skipped: None,
+            from_disk: 0,
+            diverged_after: None,
         }
     }
 
@@ -113,9 +119,12 @@ impl Prefixes {
     pub(super) fn lookup(&mut self, thread: &mut Thread, tokens: &[u32], shape: &StateShape) -> Option<Hit> {
         let wanted = (tokens.len() - 1) / self.block_tokens;
         thread.name_blocks(tokens, self.block_tokens, wanted);
-        self.bring_up(&thread.root, &thread.chain[..wanted], shape);
+        thread.from_disk += self.bring_up(&thread.chain[..wanted], shape);
         let found = self.cache.lookup(&thread.chain[..wanted]);
         thread.matched = found.matched;
+        if thread.diverged_after.is_none() && found.matched > 0 && found.matched < wanted {
+            thread.diverged_after = Some(found.matched * self.block_tokens);
+        }
         let lease = found.lease?;
         let hit = self.attach(&found.blocks, shape);
         self.cache.release(lease);
@@ -125,14 +134,15 @@ impl Prefixes {
         Some(hit)
     }
 
-    /// Brings into memory what only the disk has of a prefix, if a sequence can then resume later than otherwise.
-    fn bring_up(&mut self, root: &BlockHash, chain: &[BlockHash], shape: &StateShape) {
-        let Some(disk) = &mut self.disk else { return };
+    /// Brings into memory what only the disk has of a prefix, if a sequence can then resume later than otherwise. Returns
+    /// the number of blocks.
+    fn bring_up(&mut self, chain: &[BlockHash], shape: &StateShape) -> usize {
+        let Some(disk) = &mut self.disk else { return 0 };
         let count = disk.peek(chain);
         if count <= self.cache.peek(chain) {
-            return;
+            return 0;
         }
-        let (mut parent, mut evicted) = (None, Vec::new());
+        let (mut parent, mut evicted, mut from_disk) = (None, Vec::new(), 0);
         for name in &chain[..count] {
             let known = self.cache.block(name);
             let id = match known {
@@ -140,6 +150,7 @@ impl Prefixes {
                 None => disk.read_rows(*name, shape).and_then(|rows| {
                     let (id, _) = self.cache.insert(parent, *name, rows.bytes(), &mut evicted).ok()?;
                     self.blocks.insert(id, Arc::new(rows));
+                    from_disk += 1;
                     Some(id)
                 }),
             };
@@ -155,8 +166,8 @@ impl Prefixes {
         {
             self.boundaries.insert(id, Arc::new(boundary));
         }
-        tracing::debug!(blocks = count, root = ?root, "brought up from disk");
         self.drop_evicted(&evicted);
+        from_disk
     }
 
     fn attach(&self, ids: &[BlockId], shape: &StateShape) -> Option<Hit> {
@@ -323,6 +334,14 @@ impl Prefixes {
 }
 
 impl Thread {
+    /// What the cache knows of the sequence.
+    pub(super) fn note(&self, record: &mut RequestRecord) {
+        record.blocks_from_disk = self.from_disk;
+        record.diverged_after = self.diverged_after;
+        record.stored_blocks = self.stored;
+        record.skipped_because = self.skipped.map(Skip::name);
+    }
+
     /// Name of the block before block `index`.
     fn parent_of(&self, index: usize) -> BlockHash {
         index.checked_sub(1).map_or(self.root, |before| self.chain[before])

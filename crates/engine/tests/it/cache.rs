@@ -4,7 +4,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use troika_engine::api::{Event, FinishReason, GenerateRequest, Generator, Sampling, Usage};
+use troika_base::RequestId;
+use troika_engine::api::{Event, FinishReason, GenerateRequest, Generator, Rule, Sampling, Usage};
 use troika_engine::{Engine, EngineOptions, StepRunner};
 
 use crate::serving::{Channel, LIMITS, wait_until};
@@ -99,6 +100,25 @@ fn a_prefix_that_two_prompts_share_serves_the_third() {
     // Its rows are found, but there is no place to resume at; this one leaves it.
     answer(&engine, request(prompt(12), 2));
     assert_eq!(answer(&engine, request(prompt(13), 2)).1.cached_tokens, 256);
+}
+
+#[test]
+fn a_record_says_how_a_request_was_served() {
+    let engine = engine(CACHED);
+    let shared = tokens(3, 300);
+    answer(&engine, request([shared.clone(), tokens(11, 200)].concat(), 2));
+    answer(&engine, request([shared.clone(), tokens(12, 200)].concat(), 2));
+    answer(&engine, request([shared, tokens(13, 200)].concat(), 2));
+    wait_until("all have ended", || engine.status().requests_total == 3);
+    let record = |id| engine.record(RequestId(id)).expect("it ended a moment ago");
+    let edges = |id| record(id).chunks.iter().map(|chunk| (chunk.start, chunk.width)).collect::<Vec<_>>();
+    assert_eq!((edges(1), edges(2)), (vec![(0, 256), (256, 243)], vec![(0, 256), (256, 243)]));
+    assert_eq!(edges(3), [(256, 243)]);
+    assert_eq!(record(3).chunks[0].narrowed_by.last().map(|n| (n.rule, n.after)), Some((Rule::Remaining, 243)));
+    assert_eq!([1, 2, 3].map(|id| record(id).diverged_after), [None, Some(256), Some(256)]);
+    assert_eq!([1, 2, 3].map(|id| record(id).usage.cached_tokens), [0, 0, 256]);
+    assert_eq!((record(3).stored_blocks, record(3).skipped_because, record(3).preemptions), (3, None, 0));
+    assert_eq!(engine.record(RequestId(99)), None);
 }
 
 #[test]

@@ -124,3 +124,26 @@ fn a_folder_that_vanishes_ends_the_tier_and_nothing_else() {
     running.shutdown();
     assert!(running.status().cache.disk_failed);
 }
+
+/// Prints how long the first token takes for 4,096 tokens, cold and with all but the last 100 kept.
+#[test]
+#[ignore = "measures; run it alone, optimised"]
+fn time_to_first_token_of_a_warm_prefix() {
+    let dir = scratch_dir();
+    let limits = EngineOptions { max_context_tokens: 8192, chunk_tokens: 512, ..CACHED };
+    let shared = tokens(1, 3996);
+    let prompt = |seed| [shared.clone(), tokens(seed, 100)].concat();
+    let first = engine(dir.path(), 1 << 30, "w", limits);
+    let time = |engine: &Engine, seed| {
+        let (_, usage) = answer(engine, request(prompt(seed), 2));
+        (usage.cached_tokens, usage.queue_us + usage.prefill_us)
+    };
+    let cold = time(&first, 11);
+    let second = time(&first, 12);
+    let ram = time(&first, 13);
+    drop(first);
+    let disk = time(&engine(dir.path(), 1 << 30, "w", limits), 14);
+    for (what, (cached, us)) in [("cold", cold), ("parting", second), ("memory", ram), ("disk", disk)] {
+        println!("{what:>8}: {cached:>5} tokens cached, {us:>8} us, {:>5.1} %", 100.0 * us as f64 / cold.1 as f64);
+    }
+}
