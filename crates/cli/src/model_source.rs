@@ -10,7 +10,7 @@ use troika_base::NumericClass;
 use troika_device::map_file;
 use troika_engine::{Runner, RunnerOptions};
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
-use troika_prompt::Tokenizer;
+use troika_prompt::{FixedTexts, Tokenizer};
 
 use crate::progress;
 
@@ -119,6 +119,19 @@ impl OpenModel {
         let tokenizer = dir.join("tokenizer.json");
         let text = std::fs::read(&tokenizer).with_context(|| format!("cannot read {}", tokenizer.display()))?;
         Ok([hasher.finalize().to_vec(), Sha256::digest(text).to_vec()])
+    }
+
+    /// Fixed texts of its prompts.
+    pub(crate) fn texts(&self) -> FixedTexts {
+        let Files::Dir(dir) = &self.files;
+        let texts = FixedTexts::from_checkpoint(dir);
+        for missing in texts.missing() {
+            tracing::info!("{missing}");
+        }
+        for name in texts.unpublished() {
+            tracing::debug!("the {name} is not the one that DeepSeek-V4 was published with");
+        }
+        texts
     }
 
     /// The checkpoint's advice on sampling: temperature and top_p of `generation_config.json`, 1 and 1 without it.

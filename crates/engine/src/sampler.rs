@@ -243,4 +243,91 @@ mod tests {
         assert_eq!(kept(Sampling { top_p: 0.6, ..PLAIN }), [0, 1]);
         assert_eq!(kept(Sampling { min_p: 0.3, ..PLAIN }), [0, 1, 2]);
     }
+
+    fn history(prompt: &[u32], generated: &[u32], sampling: &Sampling) -> History {
+        let mut history = History::new(prompt, sampling);
+        generated.iter().for_each(|token| history.push(*token));
+        history
+    }
+
+    #[test]
+    fn penalties_and_bias_change_what_they_say() {
+        let penalized = |sampling: Sampling, bias: &[(u32, f32)]| {
+            let mut logits = [2.0, -2.0, 1.0, 4.0, 0.0];
+            penalize(&mut logits, &sampling, &history(&[3, 1], &[0, 1, 0], &sampling), bias);
+            logits
+        };
+        assert_eq!(penalized(PLAIN, &[]), [2.0, -2.0, 1.0, 4.0, 0.0]);
+        let frequency = Sampling { frequency_penalty: 0.5, ..PLAIN };
+        assert_eq!(penalized(frequency, &[]), [1.0, -2.5, 1.0, 4.0, 0.0], "the prompt does not count");
+        let presence = Sampling { presence_penalty: -1.5, ..PLAIN };
+        assert_eq!(penalized(presence, &[]), [3.5, -0.5, 1.0, 4.0, 0.0]);
+        let repetition = Sampling { repetition_penalty: 2.0, ..PLAIN };
+        assert_eq!(penalized(repetition, &[]), [1.0, -4.0, 1.0, 2.0, 0.0], "the prompt counts");
+        assert_eq!(penalized(repetition, &[(3, -7.0), (1, 1.0), (3, 1.0)]), [1.0, -3.0, 1.0, -4.0, 0.0]);
+        let all = Sampling { frequency_penalty: 1.0, presence_penalty: 1.0, ..repetition };
+        assert_eq!(penalized(all, &[]), [-2.0, -6.0, 1.0, 2.0, 0.0]);
+    }
+
+    /// Draws under penalties follow the distribution that results from them.
+    #[test]
+    fn penalized_draws_follow_the_distribution() {
+        let sampling = Sampling { presence_penalty: 2.0f32.ln(), ..PLAIN };
+        let mut logits = [0.0f32, 2.0f32.ln(), 5.0f32.ln()];
+        penalize(&mut logits, &sampling, &history(&[], &[1], &sampling), &[(2, 0.4f32.ln())]);
+        let draws = draws(&logits, &sampling, 20_000);
+        for (token, share) in [(0, 0.25), (1, 0.25), (2, 0.5)] {
+            let got = draws.iter().filter(|t| **t == token).count() as f64 / draws.len() as f64;
+            assert!((got - share).abs() < 0.015, "token {token}: {got} against {share}");
+        }
+    }
+
+    #[test]
+    fn only_allowed_tokens_are_drawn() {
+        let mut allowed = TokenSet::new(70);
+        [3, 40, 69, 70, 1000].into_iter().for_each(|token| allowed.insert(token));
+        let mut logits: Vec<f32> = (0..70).map(|i| (i as f32).sin()).collect();
+        assert_eq!(allow_only(&mut logits, &allowed), Ok(()));
+        let mut drawn = draws(&logits, &PLAIN, 300);
+        drawn.sort_unstable();
+        drawn.dedup();
+        assert_eq!(drawn, [3, 40, 69]);
+        allowed.clear();
+        assert_eq!(allow_only(&mut [1.0; 70], &allowed), Err(SampleError::NothingAllowed));
+        allowed.insert(1);
+        assert_eq!(allow_only(&mut [f32::NAN; 70], &allowed), Err(SampleError::NoFiniteLogit));
+        let mut logits = [f32::NEG_INFINITY; 70];
+        logits[0] = 1.0;
+        assert_eq!(
+            allow_only(&mut logits, &allowed),
+            Err(SampleError::NothingAllowed),
+            "the only one left is impossible"
+        );
+    }
+
+    #[test]
+    fn token_sets_stay_in_their_vocabulary() {
+        let mut set = TokenSet::new(40);
+        set.insert_words(&[1, u32::MAX, u32::MAX]);
+        let members: Vec<u32> = (0..200).filter(|token| set.contains(*token)).collect();
+        assert_eq!(members, [0, 32, 33, 34, 35, 36, 37, 38, 39]);
+        let mut set = TokenSet::new(64);
+        set.insert_words(&[u32::MAX]);
+        assert!(set.contains(31) && !set.contains(32) && !set.contains(u32::MAX));
+    }
+
+    #[test]
+    fn log_probabilities_are_those_of_the_softmax() {
+        let logits = [1.0f32.ln(), 4.0f32.ln(), f32::NAN, 3.0f32.ln(), 4.0f32.ln(), f32::NEG_INFINITY];
+        let got = logprobs(&logits, 3).of(0);
+        let close = |got: f32, probability: f32| (got - probability.ln()).abs() < 1e-6;
+        assert!(close(got.chosen, 1.0 / 12.0));
+        assert_eq!(got.top.iter().map(|(token, _)| *token).collect::<Vec<_>>(), [1, 4, 3], "ties rank by id");
+        assert!(close(got.top[0].1, 1.0 / 3.0) && close(got.top[2].1, 0.25));
+        assert!(logprobs(&logits, 0).of(1).top.is_empty());
+        assert_eq!(logprobs(&logits, 20).of(1).top.len(), 4, "there are no more");
+        // Large and small logits neither overflow nor vanish.
+        let got = logprobs(&[1000.0, 0.0, -1000.0], 1).of(2);
+        assert_eq!((got.chosen, got.top), (-2000.0, vec![(0, 0.0)]));
+    }
 }

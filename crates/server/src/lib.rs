@@ -16,7 +16,7 @@ mod routes;
 use std::{sync::Arc, time::Duration};
 
 use troika_engine::api::Generator;
-use troika_prompt::Tokenizer;
+use troika_prompt::{FixedTexts, Tokenizer};
 
 pub use connections::serve;
 
@@ -25,6 +25,7 @@ pub use connections::serve;
 pub struct ServerState {
     pub generator: Arc<dyn Generator>,
     pub tokenizer: Arc<Tokenizer>,
+    pub texts: Arc<FixedTexts>,
     /// Name that clients ask for and see.
     pub model_id: String,
     /// When the model was made or loaded, in seconds since 1970; clients see it in the model list.

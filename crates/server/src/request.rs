@@ -3,7 +3,7 @@
 use axum::http::StatusCode;
 use serde_json::{Map, Value};
 use troika_engine::api::Sampling;
-use troika_prompt::Message;
+use troika_prompt::{Message, UserBlock};
 
 use crate::{
     ServerState,
@@ -57,10 +57,18 @@ impl Prompt {
 }
 
 /// Reasoning does not count: the prompt encoding may drop it.
+fn block_bytes(block: &UserBlock) -> usize {
+    match block {
+        UserBlock::Text(content) | UserBlock::ToolResult { content, .. } => content.len(),
+    }
+}
+
 fn message_bytes(message: &Message) -> usize {
     match message {
-        Message::System { content } | Message::Assistant { content, .. } => content.len(),
-        Message::User { blocks } => blocks.iter().map(String::len).sum(),
+        Message::System { content } | Message::Assistant { content, .. } | Message::LatestReminder { content } => {
+            content.len()
+        }
+        Message::User { blocks } => blocks.iter().map(block_bytes).sum(),
     }
 }
 
@@ -285,8 +293,8 @@ fn parse_message(idx: usize, value: Value) -> Result<Message, ApiError> {
     let blocks = fields.require("content", blocks)?;
     Ok(match role {
         Role::System => Message::System { content: blocks.join("\n\n") },
-        Role::User => Message::User { blocks },
-        Role::Assistant => Message::Assistant { reasoning, content: blocks.join("\n\n") },
+        Role::User => Message::User { blocks: blocks.into_iter().map(UserBlock::Text).collect() },
+        Role::Assistant => Message::Assistant { reasoning, content: blocks.join("\n\n"), tool_calls: Vec::new() },
     })
 }
 

@@ -21,7 +21,7 @@ use tokio::{
     time::timeout,
 };
 use troika_engine::api::GenerateRequest;
-use troika_prompt::{ChatOptions, OldReasoning, ThinkingMode, encode_chat, encode_completion};
+use troika_prompt::{ChatOptions, Conversation, ThinkingMode, encode_chat, encode_completion};
 
 use crate::{
     ServerState, answer,
@@ -179,7 +179,7 @@ async fn prepare(app: &Arc<App>, endpoint: Endpoint, body: Bytes) -> Result<(Ask
 
 fn encode(state: &ServerState, asked: &Asked) -> Result<GenerateRequest, ApiError> {
     let tokenizer = &state.tokenizer;
-    let options = ChatOptions { mode: ThinkingMode::Chat, old_reasoning: OldReasoning::Drop };
+    let options = ChatOptions::new(ThinkingMode::Chat);
     // A text that is too long in any case is not worth the memory that encoding it takes.
     let min_tokens = tokenizer.min_tokens(asked.prompt.text_bytes());
     if min_tokens >= state.max_context_tokens {
@@ -188,7 +188,10 @@ fn encode(state: &ServerState, asked: &Asked) -> Result<GenerateRequest, ApiErro
     let prompt = match &asked.prompt {
         Prompt::Text(text) => encode_completion(tokenizer, text)?,
         Prompt::Tokens(tokens) => tokens.clone(),
-        Prompt::Messages(messages) => encode_chat(tokenizer, messages, options)?,
+        Prompt::Messages(messages) => {
+            let conversation = Conversation { messages: messages.clone(), ..Conversation::default() };
+            encode_chat(tokenizer, &state.texts, &conversation, options)?.ids
+        }
     };
     let room = state.max_context_tokens.saturating_sub(prompt.len());
     if room == 0 {

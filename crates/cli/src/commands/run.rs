@@ -12,8 +12,8 @@ use troika_base::units::human_bytes;
 use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling};
 use troika_engine::{Engine, EngineOptions};
 use troika_prompt::{
-    ChatOptions, Detokenizer, MarkerText, Message, OldReasoning, StopMatcher, ThinkingMode, Tokenizer, encode_chat,
-    encode_completion,
+    ChatOptions, Conversation, Detokenizer, FixedTexts, MarkerText, Message, StopMatcher, ThinkingMode, Tokenizer,
+    encode_chat, encode_completion,
 };
 
 use super::serve::{Signal, terminated};
@@ -83,7 +83,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let start = Instant::now();
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
-    let ids = encode(&tokenizer, prompt, args.chat)?;
+    let ids = encode(&tokenizer, &model.texts(), prompt, args.chat)?;
     let sampling = sampling(args, model.sampling_advice()?);
     let request = GenerateRequest {
         stop_tokens: model.config.eos_token_ids.clone(),
@@ -133,10 +133,10 @@ fn read_prompt(args: &Args) -> Result<String> {
     }
 }
 
-fn encode(tokenizer: &Tokenizer, prompt: String, chat: bool) -> Result<Vec<u32>> {
+fn encode(tokenizer: &Tokenizer, texts: &FixedTexts, prompt: String, chat: bool) -> Result<Vec<u32>> {
     Ok(if chat {
-        let options = ChatOptions { mode: ThinkingMode::Chat, old_reasoning: OldReasoning::Drop };
-        encode_chat(tokenizer, &[Message::User { blocks: vec![prompt] }], options)?
+        let conversation = Conversation { messages: vec![Message::user(prompt)], ..Conversation::default() };
+        encode_chat(tokenizer, texts, &conversation, ChatOptions::new(ThinkingMode::Chat))?.ids
     } else {
         encode_completion(tokenizer, &prompt)?
     })

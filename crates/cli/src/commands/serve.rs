@@ -140,6 +140,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let state = ServerState {
         generator: Arc::clone(&engine) as Arc<dyn Generator>,
         tokenizer,
+        texts: Arc::new(model.texts()),
         model_id: model.name.clone(),
         created_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
         defaults: SamplingDefaults { temperature, top_p },

@@ -11,7 +11,7 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
 use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
-use troika_prompt::Tokenizer;
+use troika_prompt::{FixedTexts, Tokenizer};
 use troika_server::{Limits, SamplingDefaults, ServerError, ServerState, serve};
 use troika_testkit::{
     scripted::{Act, Outcome, ScriptedEngine},
@@ -48,6 +48,7 @@ impl World {
         let mut state = ServerState {
             generator: engine.clone(),
             tokenizer: Arc::new(tokenizer.expect("the test tokenizer loads")),
+            texts: Arc::new(FixedTexts::from_source("texts.py".into(), "")),
             model_id: "troika/nano".into(),
             created_unix_s: 1_700_000_000,
             defaults: SamplingDefaults { temperature: 0.25, top_p: 0.75 },
