@@ -14,7 +14,7 @@ pub(crate) const NAME: &str = "nano";
 pub(crate) const TOKENIZER: &[u8] = nano!(include_bytes, "tokenizer.json");
 pub(crate) const GENERATION_CONFIG: &str = nano!(include_str, "generation_config.json");
 pub(crate) const PROMPT_TEXTS: &str = nano!(include_str, "encoding/encoding_dsv4.py");
-const CONFIG: &str = nano!(include_str, "config.json");
+pub(crate) const CONFIG: &str = nano!(include_str, "config.json");
 /// In a constant, every use would have its own copy.
 static WEIGHTS: &[u8] = nano!(include_bytes, "model.safetensors");
 

@@ -5,6 +5,7 @@ mod commands;
 mod model_source;
 mod progress;
 mod report;
+mod size;
 
 use std::process::ExitCode;
 
@@ -34,6 +35,7 @@ enum Command {
     Inspect(commands::inspect::Args),
     Explain(commands::explain::Args),
     Synth(commands::synth::Args),
+    Cache(commands::cache::Args),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +52,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Explain(args) => commands::explain::run(&args),
         Command::Synth(args) => commands::synth::run(&args),
+        Command::Cache(args) => commands::cache::run(&args),
     };
     match done {
         Ok(code) => code,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use sha2::{Digest, Sha256};
 use troika_base::NumericClass;
 use troika_device::map_file;
 use troika_engine::{Runner, RunnerOptions};
@@ -103,6 +104,37 @@ impl OpenModel {
             Files::Dir(dir) => Tokenizer::from_file(&dir.join("tokenizer.json"))?,
             Files::BuiltIn => Tokenizer::from_bytes("tokenizer.json of nano", builtin::TOKENIZER)?,
         }))
+    }
+
+    /// Digests of weights and tokenizer, for the names of kept prefixes. Of a large checkpoint, every tensor's name, type,
+    /// shape and some of its bytes are covered, not all of them: reading a hundred gigabytes would take minutes.
+    pub(crate) fn digests(&self) -> Result<[Vec<u8>; 2]> {
+        let (checkpoint, config, tokenizer) = match &self.files {
+            Files::Dir(dir) => {
+                let read = |name: &str| {
+                    let path = dir.join(name);
+                    std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))
+                };
+                (Checkpoint::open(dir, &map_file)?, read("config.json")?, read("tokenizer.json")?)
+            }
+            Files::BuiltIn => (builtin::checkpoint()?, builtin::CONFIG.into(), builtin::TOKENIZER.to_vec()),
+        };
+        let files = checkpoint.files();
+        let is_small = files.num_file_bytes() <= 256 << 20;
+        let mut hasher = Sha256::new();
+        hasher.update(config);
+        for (name, tensor) in files.iter() {
+            let bytes: &[u8] = &tensor.bytes;
+            hasher.update(format!("{name} {:?} {:?} {}\n", tensor.dtype, tensor.shape, bytes.len()));
+            if is_small {
+                hasher.update(bytes);
+            } else {
+                for at in [0, bytes.len() / 2, bytes.len().saturating_sub(512)] {
+                    hasher.update(&bytes[at..bytes.len().min(at + 512)]);
+                }
+            }
+        }
+        Ok([hasher.finalize().to_vec(), Sha256::digest(tokenizer).to_vec()])
     }
 
     /// Fixed texts of its prompts.

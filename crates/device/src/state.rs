@@ -4,9 +4,14 @@
 //! accepted tokens, [`SequenceState::roll_back`] takes the rest back. Nothing here computes rows; see [`crate::cpu`].
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use troika_graph::Scope;
+
+mod blocks;
+
+use blocks::Lane;
+pub use blocks::{AttachError, BlockRows, Boundary};
 
 /// What a layer keeps per sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,12 +51,57 @@ pub struct StateShape {
     pub layers: BTreeMap<Scope, LayerShape>,
 }
 
-/// Rows of equal width in pieces of [`Rows::PIECE`], so that growing never copies what is there.
+impl StateShape {
+    /// Least number of tokens after which no compressor has a pending token, in multiples of 128.
+    pub fn block_tokens(&self) -> usize {
+        let pools = self.layers.values().flat_map(|layer| [layer.compressed, layer.index]).flatten();
+        pools.fold(128, |block, pool| lcm(block, pool.ratio))
+    }
+
+    /// Most bytes that a sequence holds whatever its length, but for rows of the step in flight.
+    pub fn fixed_bytes(&self) -> u64 {
+        let floats = self.layers.values().map(|layer| {
+            let pools = [layer.compressed, layer.index].into_iter().flatten();
+            // Windows and tails are trimmed only after as much again has come in; the piece begun is reserve.
+            let pools: usize = pools.map(|p| 2 * 2 * p.ratio * p.width() + Rows::PIECE * p.dim).sum();
+            2 * layer.window * layer.head_dim + pools
+        });
+        floats.sum::<usize>() as u64 * 4
+    }
+
+    /// Bytes of a boundary far from the start: windows and overlap lanes of the trunk.
+    pub fn boundary_bytes(&self) -> u64 {
+        let trunk = self.layers.iter().filter(|(scope, _)| !matches!(scope, Scope::Stage(_)));
+        let floats = trunk.map(|(_, layer)| {
+            let pools = [layer.compressed, layer.index].into_iter().flatten().filter(|pool| pool.overlap);
+            layer.window * layer.head_dim + pools.map(|pool| 2 * pool.ratio * pool.dim).sum::<usize>()
+        });
+        floats.sum::<usize>() as u64 * 4
+    }
+
+    /// Bytes of the append-only rows of [`Self::block_tokens`] tokens.
+    pub fn bytes_per_block(&self) -> u64 {
+        let block = self.block_tokens();
+        let pools = self.layers.values().flat_map(|layer| [layer.compressed, layer.index]).flatten();
+        pools.map(|pool| (block / pool.ratio * pool.dim * 4) as u64).sum()
+    }
+}
+
+fn lcm(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}
+
+/// Rows of equal width in pieces of [`Rows::PIECE`], so that growing never copies what is there, and sequences can share
+/// what they have in common.
 #[derive(Clone, Debug)]
 pub struct Rows {
     dim: usize,
     len: usize,
-    pieces: Vec<Vec<f32>>,
+    pieces: Vec<Arc<Vec<f32>>>,
 }
 
 impl Rows {
@@ -86,7 +136,7 @@ impl Rows {
 
     /// The rows in order, in pieces of whole rows.
     pub fn pieces(&self) -> impl Iterator<Item = &[f32]> {
-        self.pieces.iter().map(Vec::as_slice)
+        self.pieces.iter().map(|piece| piece.as_slice())
     }
 
     /// Appends a row.
@@ -97,10 +147,29 @@ impl Rows {
     pub fn push(&mut self, row: &[f32]) {
         assert_eq!(row.len(), self.dim, "row width");
         if self.len.is_multiple_of(Self::PIECE) {
-            self.pieces.push(Vec::with_capacity(Self::PIECE * self.dim));
+            self.pieces.push(Arc::new(Vec::with_capacity(Self::PIECE * self.dim)));
         }
-        self.pieces.last_mut().expect("pushed above").extend_from_slice(row);
+        // A piece that others share is whole, so this one is ours.
+        Arc::make_mut(self.pieces.last_mut().expect("pushed above")).extend_from_slice(row);
         self.len += 1;
+    }
+
+    /// Rows `first..first + count`: the piece itself if they are one, else a copy.
+    fn share(&self, first: usize, count: usize) -> Arc<Vec<f32>> {
+        if count == Self::PIECE && first.is_multiple_of(Self::PIECE) {
+            return Arc::clone(&self.pieces[first / Self::PIECE]);
+        }
+        Arc::new((first..first + count).flat_map(|row| self.row(row).iter().copied()).collect())
+    }
+
+    /// Appends rows that others have too: the piece itself if they are one.
+    fn append_shared(&mut self, rows: &Arc<Vec<f32>>) {
+        if self.len.is_multiple_of(Self::PIECE) && rows.len() == Self::PIECE * self.dim {
+            self.pieces.push(Arc::clone(rows));
+            self.len += Self::PIECE;
+        } else {
+            rows.chunks_exact(self.dim).for_each(|row| self.push(row));
+        }
     }
 
     /// Keeps the first `len` rows.
@@ -110,7 +179,7 @@ impl Rows {
         }
         self.pieces.truncate(len.div_ceil(Self::PIECE));
         if let Some(last) = self.pieces.last_mut() {
-            last.truncate((len - (len - 1) / Self::PIECE * Self::PIECE) * self.dim);
+            Arc::make_mut(last).truncate((len - (len - 1) / Self::PIECE * Self::PIECE) * self.dim);
         }
         self.len = len;
     }
@@ -199,11 +268,33 @@ pub struct Pool {
     tail_kv: Vec<f32>,
     /// Gates `z` with the position bias added, `[n, width]`.
     tail_gate: Vec<f32>,
+    /// Ends of blocks whose overlap lane is to be kept when its tokens go.
+    wanted: Vec<usize>,
+    /// Those kept so far.
+    lanes: Vec<(usize, Lane)>,
 }
 
 impl Pool {
     fn new(shape: PoolShape) -> Self {
-        Self { shape, rows: Rows::new(shape.dim), tail_start: 0, tail_kv: Vec::new(), tail_gate: Vec::new() }
+        Self {
+            shape,
+            rows: Rows::new(shape.dim),
+            tail_start: 0,
+            tail_kv: Vec::new(),
+            tail_gate: Vec::new(),
+            wanted: Vec::new(),
+            lanes: Vec::new(),
+        }
+    }
+
+    /// Tokens per row.
+    pub fn ratio(&self) -> usize {
+        self.shape.ratio
+    }
+
+    /// Width of a projected token.
+    pub fn width(&self) -> usize {
+        self.shape.width()
     }
 
     /// Position after the last projected token.
@@ -231,6 +322,10 @@ impl Pool {
 
     /// Drops projected tokens that no row after `end` tokens can need.
     pub fn trim(&mut self, end: usize) {
+        while let Some(index) = self.wanted.iter().position(|wanted| *wanted <= end) {
+            let at = self.wanted.swap_remove(index);
+            self.lanes.extend(Lane::of(self, at).map(|lane| (at, lane)));
+        }
         let ratio = self.shape.ratio;
         let block = end / ratio * ratio;
         let needed = if self.shape.overlap { block.saturating_sub(ratio) } else { block };
@@ -299,13 +394,16 @@ pub struct SequenceState {
     layers: BTreeMap<Scope, Mutex<LayerState>>,
     /// Committed tokens.
     len: Mutex<usize>,
+    /// Ends of blocks whose boundary is to be kept.
+    wanted: Mutex<Vec<usize>>,
+    boundaries: Mutex<Vec<Boundary>>,
 }
 
 impl SequenceState {
     /// An empty sequence.
     pub fn new(shape: &StateShape) -> Self {
         let layers = shape.layers.iter().map(|(scope, shape)| (*scope, Mutex::new(LayerState::new(shape)))).collect();
-        Self { layers, len: Mutex::new(0) }
+        Self { layers, len: Mutex::new(0), wanted: Mutex::default(), boundaries: Mutex::default() }
     }
 
     /// State of a layer or stage. State edges order its users, so the lock is never waited for.
@@ -317,6 +415,11 @@ impl SequenceState {
         let layer = self.layers.get(&scope).unwrap_or_else(|| panic!("no state for {scope:?}"));
         // After a panic the step has failed and the sequence is given up, so nobody relies on its rows.
         layer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True if the model has such a layer.
+    pub fn has_layer(&self, scope: Scope) -> bool {
+        self.layers.contains_key(&scope)
     }
 
     /// Committed tokens.
@@ -336,6 +439,7 @@ impl SequenceState {
     /// If fewer rows were staged.
     pub fn commit(&self, rows: usize) {
         let end = self.len() + rows;
+        self.catch_boundaries(end);
         for (scope, layer) in &self.layers {
             let mut layer = layer.lock().unwrap_or_else(PoisonError::into_inner);
             // Drafter stages get rows only in steps that compute the drafter's context.

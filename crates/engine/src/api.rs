@@ -1,6 +1,9 @@
 //! What callers say to the engine and hear back. Token ids only: text, stop strings included, is the caller's.
 
+use std::time::Duration;
+
 use troika_base::RequestId;
+pub use troika_scheduler::{ChunkRecord, Narrowing, Rule, Urgency};
 
 /// How the next token is drawn from the logits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -58,6 +61,19 @@ pub struct GenerateRequest {
     pub logprobs: Option<usize>,
     /// What the answer must look like.
     pub constraint: Option<Box<dyn TokenConstraint>>,
+    /// Whose it is and how it stands among others.
+    pub service: Service,
+}
+
+/// How a request is served; changes no token.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Service {
+    /// Requests of different tenants share no prefix.
+    pub tenant: String,
+    /// More urgent ones go first.
+    pub urgency: Urgency,
+    /// A request that has not started so long after it came in is given up.
+    pub deadline: Option<Duration>,
 }
 
 impl GenerateRequest {
@@ -72,6 +88,7 @@ impl GenerateRequest {
             logit_bias: Vec::new(),
             logprobs: None,
             constraint: None,
+            service: Service::default(),
         }
     }
 }
@@ -199,6 +216,8 @@ pub enum FinishReason {
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
+    /// Leading ones of them that need not be computed.
+    pub cached_tokens: usize,
     /// Tokens delivered.
     pub completion_tokens: usize,
     /// From submission to the first step with a token of this request, microseconds.
@@ -302,8 +321,81 @@ pub struct EngineStatus {
     pub completion_tokens_total: u64,
     /// Requests that ended, by any reason.
     pub requests_total: u64,
+    /// How often a sequence gave its state back to others and was computed again.
+    pub preemptions_total: u64,
+    /// Bytes set aside for the state of running sequences.
+    pub state_bytes_reserved: u64,
+    /// Most bytes that may be.
+    pub state_bytes_limit: u64,
+    /// Seconds after which a request that is refused now may be tried again.
+    pub retry_after_s: u64,
+    /// Prompt tokens that need not be computed, since the start.
+    pub cached_tokens_total: u64,
+    /// The prefix cache.
+    pub cache: CacheStatus,
     /// Why the engine stopped, if it did.
     pub failure: Option<String>,
+}
+
+/// How one request was served, kept for a while after its end.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestRecord {
+    /// Which.
+    pub request: Option<RequestId>,
+    /// Counts and times.
+    pub usage: Usage,
+    /// Blocks of the cached prefix that came from disk; the others were in memory.
+    pub blocks_from_disk: usize,
+    /// The prompt has this many leading tokens, in whole blocks, in common with what was kept, and then parted from it.
+    pub diverged_after: Option<usize>,
+    /// Whole blocks of prompt and answer that were left to others, found ones included.
+    pub stored_blocks: usize,
+    /// Why not all of them, if so.
+    pub skipped_because: Option<&'static str>,
+    /// Chunks in which known tokens were computed, those of a preempted sequence twice; at most [`MAX_CHUNK_RECORDS`].
+    pub chunks: Vec<ChunkRecord>,
+    /// How often the sequence gave its state back to others.
+    pub preemptions: u32,
+}
+
+/// Most chunks that a [`RequestRecord`] lists.
+pub const MAX_CHUNK_RECORDS: usize = 256;
+
+/// A snapshot of the prefix cache; all zero without one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheStatus {
+    /// Most bytes it may hold.
+    pub limit_bytes: u64,
+    /// Bytes it holds.
+    pub used_bytes: u64,
+    /// Blocks it holds.
+    pub blocks: usize,
+    /// Prefixes looked up since the start.
+    pub lookups: u64,
+    /// Lookups that found a place to resume.
+    pub hits: u64,
+    /// Blocks stored since the start.
+    pub stored: u64,
+    /// Blocks and boundaries that could not be stored.
+    pub skipped: u64,
+    /// Blocks that had to go.
+    pub evicted: u64,
+    /// Most bytes under the directory on disk; 0 = there is none.
+    pub disk_limit_bytes: u64,
+    /// Bytes under it, foreign files included.
+    pub disk_used_bytes: u64,
+    /// Blocks on disk.
+    pub disk_blocks: usize,
+    /// Files read and found sound since the start.
+    pub disk_read: u64,
+    /// Files written since the start.
+    pub disk_written: u64,
+    /// Writes dropped because too many waited or there was no room.
+    pub disk_dropped: u64,
+    /// Damaged files set aside.
+    pub disk_quarantined: u64,
+    /// Nothing more is written: the disk refused again and again.
+    pub disk_failed: bool,
 }
 
 /// The engine as callers see it, usable from any thread.
@@ -321,4 +413,10 @@ pub trait Generator: Send + Sync {
 
     /// Load and totals now.
     fn status(&self) -> EngineStatus;
+
+    /// How a request was served, if it ended not too long ago.
+    fn record(&self, request: RequestId) -> Option<RequestRecord> {
+        let _ = request;
+        None
+    }
 }

@@ -1,11 +1,11 @@
-//! Many requests at once: one thread that forms steps, samples, and tells each request what happened.
-//!
-//! A decode step with the next token of every running sequence and a prefill step with prompt chunks are in flight side by
-//! side; the executor lets the decode step's nodes go first. By the row contract neither can change the other's numbers.
+//! Many requests at once: the engine's thread, its commands and its clock. What happens on the thread is in [`core`].
 
+pub(crate) mod core;
+pub(crate) mod disk;
 mod live;
+mod prefix;
 
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -14,12 +14,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use troika_base::RequestId;
-use troika_graph::Acceptance;
-use troika_runtime::{Priority, Ticket};
+use troika_scheduler::StateCost;
 
-use crate::api::{EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, SubmitError};
-use crate::runner::{Chunk, Forward, Runner, RunnerError, WantLogits};
-use live::{Live, Phase};
+use self::core::{Core, Submission};
+use self::disk::DiskTier;
+use crate::api::{
+    EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, RequestRecord, SubmitError,
+};
+use crate::runner::Runner;
 
 /// How often a request whose listener has no room is offered its event again.
 const RETRY_PAUSED: Duration = Duration::from_millis(2);
@@ -30,7 +32,7 @@ const MAX_LOGIT_BIAS: f32 = 1000.0;
 /// Limits of an [`Engine`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EngineOptions {
-    /// Prompt tokens in one prefill step.
+    /// Prompt tokens in one prefill step. Chunks end at multiples of it, counted from position 0.
     pub chunk_tokens: usize,
     /// Requests computed at once; the others wait.
     pub max_running: usize,
@@ -38,10 +40,25 @@ pub struct EngineOptions {
     pub max_queued: usize,
     /// Tokens of a sequence, prompt and answer; at most the model's own limit.
     pub max_context_tokens: usize,
+    /// Longest gap between the tokens of a running stream while prompts are computed.
+    pub max_itl: Duration,
+    /// Bytes for the state of all sequences and the values of the steps; `u64::MAX` = no limit.
+    pub memory_bytes: u64,
+    /// Bytes for prefixes that need not be computed again; 0 = none are kept.
+    pub cache_bytes: u64,
+    /// Least distance between the regular places to resume at, tokens; others are at the ends of prompts and answers.
+    pub snapshot_spacing: usize,
+}
+
+impl EngineOptions {
+    /// What [`Self::max_itl`] is unless somebody knows better.
+    pub const DEFAULT_MAX_ITL: Duration = Duration::from_millis(200);
+    /// What [`Self::snapshot_spacing`] is unless somebody knows better.
+    pub const DEFAULT_SNAPSHOT_SPACING: usize = 2048;
 }
 
 enum Command {
-    Submit(Box<Live>),
+    Submit(Box<Submission>),
     Cancel(RequestId),
 }
 
@@ -50,10 +67,26 @@ pub struct Engine {
     /// `None` once the engine is told to stop.
     commands: Mutex<Option<Sender<Command>>>,
     status: Arc<Mutex<EngineStatus>>,
+    records: Arc<Mutex<VecDeque<RequestRecord>>>,
     next_request: AtomicU64,
     options: EngineOptions,
     vocab_size: usize,
+    clock: Clock,
+    /// Bytes of state by tokens, and how many there are.
+    state_cost: StateCost,
+    block_tokens: usize,
+    state_bytes: u64,
     thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// Microseconds since the engine started.
+#[derive(Clone, Copy, Debug)]
+struct Clock(Instant);
+
+impl Clock {
+    fn now_us(self) -> u64 {
+        self.0.elapsed().as_micros() as u64
+    }
 }
 
 impl Engine {
@@ -63,28 +96,50 @@ impl Engine {
     ///
     /// If the thread cannot be started.
     pub fn start(runner: Runner, options: EngineOptions) -> std::io::Result<Self> {
+        Self::start_with_disk(runner, options, None)
+    }
+
+    /// As [`Self::start`], with prefixes kept on disk too.
+    ///
+    /// # Errors
+    ///
+    /// If the thread cannot be started.
+    pub fn start_with_disk(runner: Runner, options: EngineOptions, disk: Option<DiskTier>) -> std::io::Result<Self> {
         let max_context_tokens = options.max_context_tokens.min(runner.config().max_position_embeddings);
         let options = EngineOptions { max_context_tokens, ..options };
         let vocab_size = runner.config().vocab_size;
         let status = Arc::new(Mutex::new(EngineStatus::default()));
         let (commands, received) = channel();
-        let shared = Arc::clone(&status);
+        let clock = Clock(Instant::now());
+        let mut core = Core::new(runner, &options, Arc::clone(&status));
+        if let Some(disk) = disk {
+            core.set_disk(disk);
+        }
+        let records = core.records();
+        let limits = core.scheduler().limits();
+        tracing::info!(geometry = %limits.geometry, "steps");
+        let (state_cost, block_tokens, state_bytes) = (limits.state_cost, limits.geometry.block, limits.state_bytes);
         let run = move || {
-            let mut engine = Loop::new(runner, options, received, shared);
+            let mut engine = Loop { core, clock, commands: received, open: true };
             // A broken invariant ends the engine: every stream hears of it, and nothing more is served.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| engine.run())) {
                 let text = panic.downcast_ref::<String>().cloned();
                 let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
-                engine.fail(&format!("internal error: {}", text.unwrap_or_else(|| "no message".to_owned())));
+                engine.stop(&format!("internal error: {}", text.unwrap_or_else(|| "no message".to_owned())));
             }
         };
         let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(run)?;
         Ok(Self {
             commands: Mutex::new(Some(commands)),
             status,
+            records,
             next_request: AtomicU64::new(1),
             options,
             vocab_size,
+            clock,
+            state_cost,
+            block_tokens,
+            state_bytes,
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -102,6 +157,12 @@ impl Engine {
         {
             tracing::error!("the engine's thread ended with a panic");
         }
+    }
+
+    /// Bytes a prompt needs and bytes there are, if it needs more.
+    fn never_fits(&self, prompt_tokens: usize) -> Option<(u64, u64)> {
+        let need = self.state_cost.bytes_of(prompt_tokens + 1, self.block_tokens);
+        (need > self.state_bytes).then_some((need, self.state_bytes))
     }
 
     fn check(&self, request: &GenerateRequest) -> Result<(), SubmitError> {
@@ -174,9 +235,17 @@ impl Generator for Engine {
         if status.queued >= self.options.max_queued {
             return Err(SubmitError::QueueFull { queued: status.queued, limit: self.options.max_queued });
         }
+        if let Some((need_bytes, limit_bytes)) = self.never_fits(request.prompt.len()) {
+            return Err(SubmitError::Invalid {
+                reason: format!(
+                    "a prompt of {} tokens needs {need_bytes} bytes of state; the limit is {limit_bytes}",
+                    request.prompt.len()
+                ),
+            });
+        }
         let id = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
-        let live = Box::new(Live::new(id, request, sink));
-        if sender.send(Command::Submit(live)).is_err() {
+        let submission = Box::new(Submission { id, request, sink, submitted_us: self.clock.now_us() });
+        if sender.send(Command::Submit(submission)).is_err() {
             return Err(SubmitError::Stopped { reason: stopped() });
         }
         status.queued += 1;
@@ -193,68 +262,51 @@ impl Generator for Engine {
     fn status(&self) -> EngineStatus {
         lock(&self.status).clone()
     }
+
+    fn record(&self, request: RequestId) -> Option<RequestRecord> {
+        lock(&self.records).iter().rev().find(|record| record.request == Some(request)).cloned()
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What a step in flight was made of.
-struct InFlight {
-    priority: Priority,
-    /// Request and tokens, in the order of the step's chunks.
-    parts: Vec<(RequestId, usize)>,
-}
-
 /// The engine's thread.
 struct Loop {
-    runner: Runner,
-    options: EngineOptions,
+    core: Core<Runner>,
+    clock: Clock,
     commands: Receiver<Command>,
     /// False once nobody can send commands any more.
     open: bool,
-    status: Arc<Mutex<EngineStatus>>,
-    /// In order of arrival, since ids ascend.
-    requests: BTreeMap<RequestId, Live>,
-    in_flight: BTreeMap<Ticket, InFlight>,
-    /// The last look found nothing to compute.
-    idle: bool,
 }
 
 impl Loop {
-    fn new(
-        runner: Runner,
-        options: EngineOptions,
-        commands: Receiver<Command>,
-        status: Arc<Mutex<EngineStatus>>,
-    ) -> Self {
-        let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
-        Self { runner, options, commands, open: true, status, requests, in_flight, idle: true }
-    }
-
     fn run(&mut self) {
         loop {
             self.take_commands();
+            let now = self.clock.now_us();
             if !self.open {
-                self.finish_all(FinishReason::Shutdown);
+                self.core.finish_all(FinishReason::Shutdown, now);
             }
-            self.deliver_pending();
-            self.publish();
-            if !self.open && self.requests.is_empty() && self.in_flight.is_empty() {
+            self.core.turn(now);
+            if !self.open && self.core.is_empty() {
+                self.core.flush();
                 return;
             }
-            self.submit_steps();
-            self.idle = self.in_flight.is_empty();
-            if !self.idle {
-                self.wait_for_step();
+            if !self.core.is_idle() {
+                // The only place that waits for a step.
+                let clock = self.clock;
+                let left = |due: u64| Duration::from_micros(due.saturating_sub(clock.now_us()));
+                self.core.wait(self.core.next_due_us().map(left), |_| clock.now_us());
             }
         }
     }
 
     /// Takes what has come in; waits if there is nothing else to do.
     fn take_commands(&mut self) {
-        if self.idle && self.open {
-            let command = if self.requests.is_empty() {
+        if self.core.is_idle() && self.open {
+            let command = if self.core.is_empty() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
                 // All that is left waits for listeners to make room.
@@ -279,183 +331,22 @@ impl Loop {
     }
 
     fn take_command(&mut self, command: Command) {
+        let now = self.clock.now_us();
         match command {
-            Command::Submit(live) => {
-                self.requests.insert(live.id, *live);
-            }
-            Command::Cancel(id) => {
-                if let Some(live) = self.requests.get_mut(&id) {
-                    live.finish(FinishReason::Cancelled);
-                }
-            }
+            Command::Submit(submission) => self.core.submit(*submission, now),
+            Command::Cancel(id) => self.core.cancel(id, now),
         }
     }
 
-    fn finish_all(&mut self, reason: FinishReason) {
-        self.requests.values_mut().for_each(|live| live.finish(reason));
-    }
-
-    /// Offers what could not be delivered before; forgets requests that are through.
-    fn deliver_pending(&mut self) {
-        let shutting_down = !self.open;
-        let mut through = Vec::new();
-        for (id, live) in &mut self.requests {
-            live.deliver();
-            if live.phase == Phase::Ended {
-                if let Some(sequence) = live.sequence.take_if(|_| !live.in_flight) {
-                    self.runner.drop_sequence(sequence);
-                }
-                // A listener that never makes room must not hold up the end of the engine.
-                if !live.in_flight && (live.pending.is_empty() || shutting_down) {
-                    through.push(*id);
-                }
-            }
-        }
-        for id in through {
-            let live = self.requests.remove(&id).expect("listed above");
-            let mut status = lock(&self.status);
-            status.requests_total += 1;
-            if live.started.is_none() {
-                status.queued -= 1;
-            }
-        }
-    }
-
-    fn publish(&self) {
-        let running = self.requests.values().filter(|live| live.sequence.is_some()).count();
-        lock(&self.status).running = running;
-    }
-
-    fn submit_steps(&mut self) {
-        for priority in [Priority::Decode, Priority::Prefill] {
-            if self.in_flight.values().any(|step| step.priority == priority) {
-                continue;
-            }
-            let parts = match priority {
-                Priority::Decode => self.decode_parts(),
-                Priority::Prefill => self.prefill_parts(),
-            };
-            if !parts.is_empty() {
-                self.submit_step(priority, parts);
-            }
-        }
-    }
-
-    fn decode_parts(&self) -> Vec<(RequestId, usize)> {
-        let decoding = self.requests.values().filter(|live| live.phase == Phase::Decode && live.can_run());
-        decoding.map(|live| (live.id, 1)).collect()
-    }
-
-    /// The oldest prompts first; what one leaves of the step's budget goes to the next.
-    fn prefill_parts(&mut self) -> Vec<(RequestId, usize)> {
-        let mut running = self.requests.values().filter(|live| live.sequence.is_some()).count();
-        let mut budget = self.options.chunk_tokens;
-        let mut parts = Vec::new();
-        for live in self.requests.values_mut().filter(|live| live.phase == Phase::Prefill && live.can_run()) {
-            if budget == 0 {
-                break;
-            }
-            if live.sequence.is_none() {
-                if running >= self.options.max_running {
-                    continue;
-                }
-                running += 1;
-                live.sequence = Some(self.runner.new_sequence());
-                live.started = Some(Instant::now());
-                lock(&self.status).queued -= 1;
-            }
-            let tokens = budget.min(live.request.prompt.len() - live.num_computed_tokens);
-            budget -= tokens;
-            parts.push((live.id, tokens));
-        }
-        parts
-    }
-
-    fn submit_step(&mut self, priority: Priority, parts: Vec<(RequestId, usize)>) {
-        let chunks: Vec<Chunk<'_>> = parts
-            .iter()
-            .map(|(id, tokens)| {
-                let live = &self.requests[id];
-                let (tokens, logits) = live.next_tokens(*tokens);
-                let logits = if logits { WantLogits::Last(1) } else { WantLogits::No };
-                let sequence = live.sequence.expect("a part of a step has a sequence");
-                Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }
-            })
-            .collect();
-        match self.runner.submit(&chunks, priority) {
-            Ok(ticket) => {
-                for (id, _) in &parts {
-                    self.requests.get_mut(id).expect("taken from the table").in_flight = true;
-                }
-                self.in_flight.insert(ticket, InFlight { priority, parts });
-            }
-            Err(error) => {
-                for (id, _) in &parts {
-                    self.requests.get_mut(id).expect("taken from the table").fail(&error.to_string());
-                }
-            }
-        }
-    }
-
-    fn wait_for_step(&mut self) {
-        match self.runner.next_done() {
-            Ok((ticket, forward)) => {
-                let step = self.in_flight.remove(&ticket).expect("every step in flight is noted");
-                self.take_results(&step, &forward);
-                self.runner.recycle(forward);
-            }
-            Err(RunnerError::Executor(troika_runtime::ExecutorError::Node { step, reason })) => {
-                tracing::error!(%step, reason, "a step failed");
-                let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
-                for (id, _) in failed.parts {
-                    let live = self.requests.get_mut(&id).expect("requests outlive their steps");
-                    live.in_flight = false;
-                    // The runner has dropped its state.
-                    live.sequence = None;
-                    live.fail(&format!("the computation failed: {reason}"));
-                }
-            }
-            Err(error) => panic!("the devices are gone: {error}"),
-        }
-    }
-
-    fn take_results(&mut self, step: &InFlight, forward: &Forward) {
-        for (chunk, (id, tokens)) in step.parts.iter().enumerate() {
-            let live = self.requests.get_mut(id).expect("requests outlive their steps");
-            live.in_flight = false;
-            live.num_computed_tokens += tokens;
-            if step.priority == Priority::Prefill {
-                lock(&self.status).prompt_tokens_total += *tokens as u64;
-            }
-            if live.phase == Phase::Ended {
-                continue;
-            }
-            let mut logits = forward.logits(chunk);
-            if live.phase == Phase::Prefill {
-                live.report_prefill();
-            }
-            if !logits.is_empty() && live.draw(&mut logits, self.options.max_context_tokens) {
-                lock(&self.status).completion_tokens_total += 1;
-            }
-        }
-    }
-
-    fn fail(&mut self, message: &str) {
+    /// Ends everything with an error.
+    fn stop(&mut self, message: &str) {
         tracing::error!(message, "the engine stopped");
-        {
-            let mut status = lock(&self.status);
-            status.failure = Some(message.to_owned());
-            (status.queued, status.running) = (0, 0);
-        }
-        for live in self.requests.values_mut() {
-            live.fail(message);
-            live.deliver();
-        }
+        let now = self.clock.now_us();
+        self.core.stop(message, now);
         // Requests that came in meanwhile hear it too.
         while let Ok(command) = self.commands.try_recv() {
-            if let Command::Submit(mut live) = command {
-                live.fail(message);
-                live.deliver();
+            if let Command::Submit(submission) = command {
+                submission.refuse(message);
             }
         }
     }

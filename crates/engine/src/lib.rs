@@ -10,6 +10,8 @@ mod engine;
 mod runner;
 mod sampler;
 
+pub use engine::core::{Core, StepResult, StepRunner, Submission};
+pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
 pub use runner::{Chunk, Draft, Forward, Runner, RunnerError, RunnerOptions, WantLogits};
 pub use sampler::{SampleError, sample};

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use crate::engine::core::{StepResult, StepRunner};
 use troika_base::{NumericClass, SequenceId};
 use troika_device::cpu::{CpuDevice, CpuOptions};
 use troika_device::state::{LayerShape, PoolShape, Snapshot};
@@ -10,7 +12,7 @@ use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
 use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
 use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
-use troika_runtime::{Executor, ExecutorError, Ledger, Plan, Priority, Step, Ticket};
+use troika_runtime::{Executor, ExecutorError, FinishedStep, Ledger, Plan, Priority, Step, Ticket};
 
 /// Settings of a [`Runner`].
 #[derive(Clone, Copy, Debug)]
@@ -109,6 +111,8 @@ pub struct Forward {
     run: StepRun,
     /// What it did.
     pub ledger: Ledger,
+    /// From submission to the last node.
+    pub elapsed: Duration,
     vocab_size: usize,
     /// Logit rows of each chunk.
     logit_rows: Vec<usize>,
@@ -150,6 +154,9 @@ pub struct Draft {
     /// The pass, for its taps and ledger.
     pub forward: Forward,
 }
+
+/// Most logit rows that a step's memory is reckoned with: prefill steps want none, decode steps one a sequence.
+const MAX_LOGIT_ROWS: usize = 16;
 
 /// Templates kept for reuse.
 const MAX_TEMPLATES: usize = 16;
@@ -346,7 +353,24 @@ impl Runner {
     ///
     /// If a step failed. Its sequences are dropped, since their state is no longer to be trusted.
     pub fn next_done(&mut self) -> Result<(Ticket, Forward), RunnerError> {
-        let finished = match self.executor.next_done() {
+        let finished = self.executor.next_done();
+        self.finish(finished)
+    }
+
+    /// As [`Self::next_done`], but gives up at `until`.
+    ///
+    /// # Errors
+    ///
+    /// If a step failed. Its sequences are dropped, since their state is no longer to be trusted.
+    pub fn next_done_until(&mut self, until: Instant) -> Result<Option<(Ticket, Forward)>, RunnerError> {
+        match self.executor.next_done_until(until).transpose() {
+            Some(finished) => self.finish(finished).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    fn finish(&mut self, finished: Result<FinishedStep, ExecutorError>) -> Result<(Ticket, Forward), RunnerError> {
+        let finished = match finished {
             Ok(finished) => finished,
             Err(error) => {
                 if let ExecutorError::Node { step, .. } = &error
@@ -367,6 +391,7 @@ impl Runner {
         let forward = Forward {
             run: finished.run,
             ledger: finished.ledger,
+            elapsed: finished.elapsed,
             vocab_size: self.config().vocab_size,
             logit_rows: pending.logit_rows,
         };
@@ -473,6 +498,62 @@ impl Runner {
         }
         self.templates.push((signature, Arc::clone(&graph)));
         graph
+    }
+}
+
+impl StepRunner for Runner {
+    fn state_shape(&self) -> &StateShape {
+        &self.shape
+    }
+
+    fn numeric_class(&self) -> String {
+        self.options.class.to_string()
+    }
+
+    fn step_bytes(&self, rows: usize) -> u64 {
+        let signature = StepSignature {
+            rows,
+            logit_rows: rows.min(MAX_LOGIT_ROWS),
+            select: true,
+            class: self.options.class,
+            draft_context: self.options.draft_context && self.facts().num_stages > 0,
+            debug_blocks: None,
+        };
+        self.emitter.trunk(&signature).memory().peak_bytes()
+    }
+
+    fn new_sequence(&mut self) -> SequenceId {
+        Self::new_sequence(self)
+    }
+
+    fn adopt(&mut self, state: SequenceState) -> SequenceId {
+        Self::adopt(self, state)
+    }
+
+    fn sequence_state(&self, sequence: SequenceId) -> Result<Arc<SequenceState>, RunnerError> {
+        self.state(sequence).cloned()
+    }
+
+    fn drop_sequence(&mut self, sequence: SequenceId) {
+        Self::drop_sequence(self, sequence);
+    }
+
+    fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError> {
+        Self::submit(self, chunks, priority)
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<StepResult>, RunnerError> {
+        let done = match timeout {
+            Some(timeout) => self.next_done_until(Instant::now() + timeout)?,
+            None => Some(self.next_done()?),
+        };
+        Ok(done.map(|(ticket, forward)| {
+            let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
+            let elapsed_us = forward.elapsed.as_micros() as u64;
+            let longest_node_us = forward.ledger.total().longest_us;
+            self.recycle(forward);
+            StepResult { ticket, logits, elapsed_us, longest_node_us }
+        }))
     }
 }
 

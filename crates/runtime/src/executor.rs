@@ -1,12 +1,12 @@
 //! The executor: runs the nodes of several steps on several devices, by dependencies alone.
 //!
 //! A node is handed to its device as soon as everything before it is done or queued earlier on the same device. Nodes of a
-//! decode step go before the next node of a prefill step. Two steps are ordered only where they touch the state of the
+//! decode step go before the next node of a prefill step: no prefill node is handed over while a decode node is queued. Two steps are ordered only where they touch the state of the
 //! same sequence: a node that touches a layer's state waits for the earlier step's nodes of that layer that do.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use troika_base::StepId;
@@ -181,6 +181,32 @@ impl Executor {
         }
     }
 
+    /// As [`Self::next_done`], but gives up at `until`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::next_done`].
+    pub fn next_done_until(&mut self, until: Instant) -> Result<Option<FinishedStep>, ExecutorError> {
+        if let Some((step, reason)) = self.given_up.pop_front() {
+            return Err(ExecutorError::Node { step, reason });
+        }
+        if self.steps.is_empty() {
+            return Err(ExecutorError::Idle);
+        }
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.done.1.recv_timeout(left) {
+                Ok(completion) => {
+                    if let Some(finished) = self.complete(completion)? {
+                        return Ok(Some(finished));
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => return Ok(None),
+                Err(RecvTimeoutError::Disconnected) => unreachable!("the executor holds a sender itself"),
+            }
+        }
+    }
+
     /// Takes back the memory of a finished step.
     pub fn recycle(&self, run: StepRun) {
         run.recycle(&self.buffers);
@@ -228,7 +254,11 @@ impl Executor {
     fn queue_ready(&mut self) -> Result<(), ExecutorError> {
         let mut order: Vec<(Priority, StepId)> = self.steps.iter().map(|(id, step)| (step.priority, *id)).collect();
         order.sort_unstable();
-        for (_, id) in order {
+        for (priority, id) in order {
+            let decodes = |step: &InFlight| step.priority == Priority::Decode && step.queued > 0;
+            if priority == Priority::Prefill && self.steps.values().any(decodes) {
+                break;
+            }
             self.queue_step(id)?;
         }
         Ok(())
@@ -305,6 +335,7 @@ impl Executor {
         entry.completed += 1;
         entry.rows += rows;
         entry.busy_us += elapsed_us;
+        entry.longest_us = entry.longest_us.max(elapsed_us);
         step.queued -= 1;
         step.left -= 1;
         let scope = step.run.graph().node(node).scope;

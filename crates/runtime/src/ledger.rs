@@ -20,6 +20,8 @@ pub struct Entry {
     pub rows: u64,
     /// Time on the device, microseconds.
     pub busy_us: u64,
+    /// The longest of them, microseconds.
+    pub longest_us: u64,
 }
 
 impl AddAssign for Entry {
@@ -29,6 +31,7 @@ impl AddAssign for Entry {
         self.failed += other.failed;
         self.rows += other.rows;
         self.busy_us += other.busy_us;
+        self.longest_us = self.longest_us.max(other.longest_us);
     }
 }
 

@@ -76,7 +76,7 @@ pub(crate) struct TokenChance {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) prompt: usize,
-    /// Prompt tokens that did not have to be computed.
+    /// Prompt tokens that did not have to be computed, as far as the engine has said so.
     pub(crate) cached: usize,
     pub(crate) completion: usize,
     /// Those of `completion` that were reasoning.
@@ -122,6 +122,8 @@ struct Choice {
     reader: Reader,
     stop_texts: Arc<[String]>,
     stops: StopMatcher,
+    /// Known once the engine has ended the answer; an answer that a stop string ends is not waited for.
+    cached_tokens: usize,
     completion_tokens: usize,
     reasoning_tokens: usize,
     /// Of tokens whose text has not come out yet.
@@ -172,6 +174,7 @@ impl Generation {
                 reader: Reader::new(job.reading, &state.tokenizer),
                 stops: StopMatcher::new(&stop_texts),
                 stop_texts: Arc::clone(&stop_texts),
+                cached_tokens: 0,
                 completion_tokens: 0,
                 reasoning_tokens: 0,
                 logprobs: Vec::new(),
@@ -191,7 +194,7 @@ impl Generation {
     pub(crate) fn usage(&self) -> Usage {
         Usage {
             prompt: self.prompt_tokens,
-            cached: 0,
+            cached: self.choices.iter().map(|choice| choice.cached_tokens).max().unwrap_or(0),
             completion: self.choices.iter().map(|choice| choice.completion_tokens).sum(),
             reasoning: self.choices.iter().map(|choice| choice.reasoning_tokens).sum(),
         }
@@ -249,8 +252,9 @@ impl Generation {
                     self.generator.cancel(choice.request);
                 }
             }
-            Event::Finished { reason, .. } => {
+            Event::Finished { reason, usage } => {
                 choice.is_over = true;
+                choice.cached_tokens = usage.cached_tokens;
                 choice.finish(reason, &mut out)?;
             }
             Event::Failed { message } => {

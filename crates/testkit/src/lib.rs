@@ -6,9 +6,13 @@
 pub mod compare;
 pub mod damage;
 pub mod golden;
+#[cfg(feature = "engine")]
+pub mod hash_model;
 mod safetensors;
 #[cfg(feature = "engine")]
 pub mod scripted;
+#[cfg(feature = "engine")]
+pub mod sim;
 pub mod tokenizer;
 
 use std::path::{Path, PathBuf};

@@ -1,6 +1,7 @@
 //! One file per command: its flags, and what it does with the libraries.
 
 pub(crate) mod bench;
+pub(crate) mod cache;
 pub(crate) mod eval;
 pub(crate) mod explain;
 pub(crate) mod inspect;

@@ -96,6 +96,10 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_running: 1,
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,
+        max_itl: EngineOptions::DEFAULT_MAX_ITL,
+        memory_bytes: u64::MAX,
+        cache_bytes: 0,
+        snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
     let engine = Engine::start(model.runner(args.model.runner_options(class))?, options)?;
     let loaded = start.elapsed();

@@ -4,16 +4,18 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use tokio::net::TcpListener;
 use troika_base::NumericClass;
 use troika_engine::api::Generator;
-use troika_engine::{Engine, EngineOptions};
+use troika_engine::{DiskTier, Engine, EngineOptions};
+use troika_kvstore::Store;
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 
-use crate::model_source::ModelArgs;
+use crate::model_source::{ModelArgs, OpenModel};
+use crate::size::Size;
 
 /// Serve a model over HTTP, compatible with OpenAI's and Anthropic's clients.
 ///
@@ -58,6 +60,35 @@ pub(crate) struct Args {
     /// Megabytes that request bodies may take together while they are read.
     #[arg(long, default_value_t = 64, value_name = "MB", value_parser = clap::value_parser!(u32).range(16..=65536))]
     max_body_memory: u32,
+    /// Longest gap between the tokens of a running answer while prompts are computed, in milliseconds; a machine that cannot
+    /// keep it gives prompts a third of its time.
+    #[arg(long, default_value_t = 200, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    max_itl: u32,
+    /// Memory for prefixes that need not be computed again, e.g. 512M or 4G.
+    #[arg(long, default_value = "1G", value_name = "SIZE")]
+    cache_ram_limit: Size,
+    /// Folder in which prefixes are also kept on disk; without it they are gone at the next start. One process at a time.
+    #[arg(long, value_name = "DIR")]
+    cache_dir: Option<PathBuf>,
+    /// Most bytes under --cache-dir, whatever else lies there included.
+    #[arg(long, default_value = "16G", value_name = "SIZE")]
+    cache_disk_limit: Size,
+    /// Keep no prefixes, neither in memory nor on disk.
+    #[arg(long)]
+    no_cache: bool,
+}
+
+/// The tier on disk, if one is wanted and can be had.
+fn disk_tier(args: &Args, model: &OpenModel) -> Result<Option<DiskTier>> {
+    let Some(dir) = args.cache_dir.as_ref().filter(|_| !args.no_cache) else { return Ok(None) };
+    let [weights, tokenizer] = model.digests()?;
+    match Store::open(dir, args.cache_disk_limit.0) {
+        Ok((store, items)) => Ok(Some(DiskTier { store, items, weights, tokenizer })),
+        Err(error) => {
+            tracing::warn!("no prefixes are kept on disk: {error}");
+            Ok(None)
+        }
+    }
 }
 
 /// A signal that asks the process to end.
@@ -134,13 +165,18 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_running: args.max_running as usize,
         max_queued: args.max_queued,
         max_context_tokens,
+        max_itl: Duration::from_millis(args.max_itl.into()),
+        memory_bytes: u64::MAX,
+        cache_bytes: if args.no_cache { 0 } else { args.cache_ram_limit.0 },
+        snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
     let runner = model.runner(args.model.runner_options(class))?;
     let device = runner.device_description().to_owned();
-    let engine = Arc::new(Engine::start(runner, options)?);
+    let disk = disk_tier(args, &model)?;
+    let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
     let state = ServerState {
         generator: Arc::clone(&engine) as Arc<dyn Generator>,
         tokenizer,

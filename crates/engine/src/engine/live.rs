@@ -1,81 +1,72 @@
 //! One request on its way through the engine.
 
 use std::collections::VecDeque;
-use std::time::Instant;
 
 use troika_base::{RequestId, SequenceId};
 
-use crate::api::{ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, TokenSet, Usage};
+use super::core::Submission;
+use super::prefix::Thread;
+use crate::api::{
+    ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, RequestRecord, TokenSet, Usage,
+};
 use crate::sampler::{History, allow_only, logprobs, penalize, sample};
-
-/// Where a request stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Phase {
-    /// Its prompt is not yet computed; it may not even have started.
-    Prefill,
-    /// It generates.
-    Decode,
-    /// It gets no further tokens. Events may still wait for room.
-    Ended,
-}
 
 pub(super) struct Live {
     pub(super) id: RequestId,
     pub(super) request: GenerateRequest,
-    pub(super) phase: Phase,
+    /// Prompt and answer so far. The prompt is taken out of the request.
+    pub(super) tokens: Vec<u32>,
+    /// How many of them are the prompt.
+    pub(super) prompt_tokens: usize,
+    /// It gets no further tokens. Events may still wait for room.
+    pub(super) ended: bool,
     pub(super) sequence: Option<SequenceId>,
-    /// Tokens whose KV exists.
+    /// Leading tokens whose KV exists.
     pub(super) num_computed_tokens: usize,
-    /// A step with its tokens is on its way.
-    pub(super) in_flight: bool,
     /// Events its listener had no room for.
     pub(super) pending: VecDeque<Event>,
-    pub(super) started: Option<Instant>,
+    pub(super) started_us: Option<u64>,
+    /// Where it stands with the prefix cache, if there is one.
+    pub(super) thread: Option<Thread>,
+    /// Tokens it had when it first started.
+    pub(super) cached_tokens: usize,
+    /// Filled as it goes; see [`Self::record`].
+    pub(super) notes: RequestRecord,
     sink: Box<dyn EventSink>,
-    newest: [u32; 1],
-    num_generated: usize,
     history: History,
-    submitted: Instant,
-    first_token: Option<Instant>,
-    last_token: Option<Instant>,
+    submitted_us: u64,
+    first_token_us: Option<u64>,
+    last_token_us: Option<u64>,
 }
 
 impl Live {
-    pub(super) fn new(id: RequestId, request: GenerateRequest, sink: Box<dyn EventSink>) -> Self {
+    pub(super) fn new(submission: Submission) -> Self {
+        let Submission { id, mut request, sink, submitted_us } = submission;
         let history = History::new(&request.prompt, &request.sampling);
+        let tokens = std::mem::take(&mut request.prompt);
         Self {
             id,
             request,
-            phase: Phase::Prefill,
+            prompt_tokens: tokens.len(),
+            tokens,
+            ended: false,
             sequence: None,
             num_computed_tokens: 0,
-            in_flight: false,
             pending: VecDeque::new(),
-            started: None,
+            started_us: None,
+            thread: None,
+            cached_tokens: 0,
+            notes: RequestRecord { request: Some(id), ..RequestRecord::default() },
             sink,
-            newest: [0],
-            num_generated: 0,
             history,
-            submitted: Instant::now(),
-            first_token: None,
-            last_token: None,
+            submitted_us,
+            first_token_us: None,
+            last_token_us: None,
         }
     }
 
-    /// True if its next tokens may go into a step now.
-    pub(super) fn can_run(&self) -> bool {
-        self.phase != Phase::Ended && !self.in_flight && self.pending.is_empty()
-    }
-
-    /// The next `count` tokens to compute, and whether their last row's logits are wanted.
-    pub(super) fn next_tokens(&self, count: usize) -> (&[u32], bool) {
-        match self.phase {
-            Phase::Prefill => {
-                let end = self.num_computed_tokens + count;
-                (&self.request.prompt[self.num_computed_tokens..end], end == self.request.prompt.len())
-            }
-            Phase::Decode | Phase::Ended => (&self.newest, true),
-        }
+    fn num_generated(&self) -> usize {
+        self.tokens.len() - self.prompt_tokens
     }
 
     pub(super) fn report_prefill(&mut self) {
@@ -90,7 +81,7 @@ impl Live {
 
     /// Draws the next token and reports it, or the end. `logits [vocab_size]` are changed. True if it was a token of the
     /// answer.
-    pub(super) fn draw(&mut self, logits: &mut [f32], max_context_tokens: usize) -> bool {
+    pub(super) fn draw(&mut self, logits: &mut [f32], max_context_tokens: usize, now_us: u64) -> bool {
         // Of the model's own distribution, so before anything changes it.
         let likely = self.request.logprobs.map(|top| logprobs(logits, top));
         let token = match self.choose(logits) {
@@ -100,9 +91,8 @@ impl Live {
                 return false;
             }
         };
-        let now = Instant::now();
-        self.first_token.get_or_insert(now);
-        self.last_token = Some(now);
+        self.first_token_us.get_or_insert(now_us);
+        self.last_token_us = Some(now_us);
         if self.request.stop_tokens.contains(&token) {
             self.finish(FinishReason::StopToken(token));
             return false;
@@ -116,15 +106,13 @@ impl Live {
             None => ConstraintState::Open,
         };
         self.history.push(token);
-        self.phase = Phase::Decode;
-        self.newest = [token];
-        self.num_generated += 1;
+        self.tokens.push(token);
         self.send(Event::Token { token, logprobs: likely.map(|likely| Box::new(likely.of(token))) });
-        if self.phase == Phase::Ended {
+        if self.ended {
             // Nobody listens any more.
         } else if state == ConstraintState::Complete {
             self.finish(FinishReason::ConstraintComplete);
-        } else if self.num_generated == self.request.max_new_tokens {
+        } else if self.num_generated() == self.request.max_new_tokens {
             self.finish(FinishReason::Length);
         } else if self.num_computed_tokens + 1 >= max_context_tokens {
             self.finish(FinishReason::ContextFull);
@@ -146,8 +134,8 @@ impl Live {
 
     /// Ends the request in an ordinary way. A second end is ignored.
     pub(super) fn finish(&mut self, reason: FinishReason) {
-        if self.phase != Phase::Ended {
-            self.phase = Phase::Ended;
+        if !self.ended {
+            self.ended = true;
             let usage = self.usage();
             self.send(Event::Finished { reason, usage });
         }
@@ -155,8 +143,8 @@ impl Live {
 
     /// Ends the request with an error. A second end is ignored.
     pub(super) fn fail(&mut self, message: &str) {
-        if self.phase != Phase::Ended {
-            self.phase = Phase::Ended;
+        if !self.ended {
+            self.ended = true;
             self.send(Event::Failed { message: message.to_owned() });
         }
     }
@@ -181,21 +169,28 @@ impl Live {
 
     /// Ends without a word, since nobody listens.
     fn end(&mut self) {
-        self.phase = Phase::Ended;
+        self.ended = true;
         self.pending.clear();
     }
 
+    /// How it was served so far.
+    pub(super) fn record(&mut self) -> RequestRecord {
+        self.notes.usage = self.usage();
+        if let Some(thread) = &self.thread {
+            thread.note(&mut self.notes);
+        }
+        self.notes.clone()
+    }
+
     fn usage(&self) -> Usage {
-        let micros = |from: Option<Instant>, to: Option<Instant>| match (from, to) {
-            (Some(from), Some(to)) => to.duration_since(from).as_micros() as u64,
-            _ => 0,
-        };
+        let between = |from: Option<u64>, to: Option<u64>| from.zip(to).map_or(0, |(from, to)| to.saturating_sub(from));
         Usage {
-            prompt_tokens: self.request.prompt.len(),
-            completion_tokens: self.num_generated,
-            queue_us: micros(Some(self.submitted), self.started),
-            prefill_us: micros(self.started, self.first_token),
-            decode_us: micros(self.first_token, self.last_token),
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.num_generated(),
+            queue_us: between(Some(self.submitted_us), self.started_us),
+            prefill_us: between(self.started_us, self.first_token_us),
+            decode_us: between(self.first_token_us, self.last_token_us),
         }
     }
 }

@@ -1,7 +1,10 @@
 //! The engine against the oracle, and against itself under other chunkings, neighbours and threads.
 
+mod cache;
 mod contract;
+mod disk;
 mod golden;
 mod sampling;
 mod serving;
+mod sim;
 mod support;

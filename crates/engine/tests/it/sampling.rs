@@ -10,6 +10,7 @@ use troika_engine::api::{
 };
 use troika_engine::{Engine, EngineOptions};
 
+use crate::serving::LIMITS;
 use crate::support::{one_shot, open, options};
 
 const VOCAB: u32 = 384;
@@ -23,7 +24,7 @@ impl EventSink for Channel {
 }
 
 fn start() -> Engine {
-    let limits = EngineOptions { chunk_tokens: 16, max_running: 8, max_queued: 16, max_context_tokens: 256 };
+    let limits = EngineOptions { chunk_tokens: 16, max_running: 8, max_queued: 16, max_context_tokens: 256, ..LIMITS };
     Engine::start(open("tiny", options()), limits).expect("the engine starts")
 }
 

@@ -9,14 +9,22 @@ use troika_engine::{Engine, EngineOptions};
 
 use crate::support::{open, options};
 
-const LIMITS: EngineOptions =
-    EngineOptions { chunk_tokens: 48, max_running: 4, max_queued: 8, max_context_tokens: 512 };
+pub(crate) const LIMITS: EngineOptions = EngineOptions {
+    chunk_tokens: 48,
+    max_running: 4,
+    max_queued: 8,
+    max_context_tokens: 512,
+    max_itl: EngineOptions::DEFAULT_MAX_ITL,
+    memory_bytes: u64::MAX,
+    cache_bytes: 0,
+    snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
+};
 
 fn engine(limits: EngineOptions) -> Engine {
     Engine::start(open("tiny-bf16", options()), limits).expect("starts")
 }
 
-struct Channel(Sender<Event>);
+pub(crate) struct Channel(pub(crate) Sender<Event>);
 
 impl EventSink for Channel {
     fn offer(&mut self, event: &Event) -> Delivery {
@@ -48,7 +56,7 @@ fn collect(events: &Receiver<Event>) -> (Vec<u32>, Event) {
     }
 }
 
-fn wait_until(what: &str, condition: impl Fn() -> bool) {
+pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let start = Instant::now();
     while !condition() {
         assert!(start.elapsed() < Duration::from_secs(30), "{what}");

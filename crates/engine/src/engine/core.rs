@@ -1,0 +1,527 @@
+//! What happens on the engine's thread, without the thread: requests in, steps out, tokens drawn, events offered.
+//!
+//! Time arrives as an argument and steps are done by a [`StepRunner`], so the same code runs on a virtual clock with a model
+//! whose next token hashes the rows it read. The scheduler decides what is computed; this module carries it out.
+//!
+//! A decode step with the next token of every running sequence and a prefill step with prompt chunks are in flight side by
+//! side. By the row contract neither can change the other's numbers.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use troika_base::{RequestId, SequenceId};
+use troika_device::{SequenceState, StateShape};
+use troika_graph::Acceptance;
+use troika_runtime::{ExecutorError, Priority, Ticket};
+use troika_scheduler::{
+    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Scheduler, StateCost, StepPlan,
+};
+
+use super::EngineOptions;
+use super::disk::DiskTier;
+use super::live::Live;
+use super::prefix::{CacheIdentity, Prefixes};
+use crate::api::{EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, RequestRecord};
+use crate::runner::{Chunk, RunnerError, WantLogits};
+
+/// Does forward passes. The engine's own is [`crate::Runner`]; tests have one that computes no model.
+pub trait StepRunner {
+    /// What a sequence keeps in each layer.
+    fn state_shape(&self) -> &StateShape;
+
+    /// Name of the arithmetic: rows of one class never meet those of another.
+    fn numeric_class(&self) -> String;
+
+    /// Bytes that the values of a step of so many rows take at most.
+    fn step_bytes(&self, rows: usize) -> u64;
+
+    /// Starts an empty sequence.
+    fn new_sequence(&mut self) -> SequenceId;
+
+    /// Starts a sequence with a state.
+    fn adopt(&mut self, state: SequenceState) -> SequenceId;
+
+    /// A sequence's state.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    fn sequence_state(&self, sequence: SequenceId) -> Result<Arc<SequenceState>, RunnerError>;
+
+    /// Forgets a sequence and frees its state. Unknown ids are ignored.
+    fn drop_sequence(&mut self, sequence: SequenceId);
+
+    /// Queues one step.
+    ///
+    /// # Errors
+    ///
+    /// If a chunk is malformed; nothing has changed then.
+    fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError>;
+
+    /// Waits for any step in flight, at most for `timeout`. Rows of the step are committed.
+    ///
+    /// # Errors
+    ///
+    /// If a step failed. Its sequences are dropped, since their state is no longer to be trusted.
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<StepResult>, RunnerError>;
+}
+
+/// A step that is done.
+#[derive(Debug)]
+pub struct StepResult {
+    /// Which.
+    pub ticket: Ticket,
+    /// Of each chunk, `[rows, vocab_size]`.
+    pub logits: Vec<Vec<f32>>,
+    /// From submission to the last node, microseconds.
+    pub elapsed_us: u64,
+    /// The longest node, microseconds.
+    pub longest_node_us: u64,
+}
+
+/// A request on its way to the core.
+pub struct Submission {
+    /// Its name, larger than that of any request before.
+    pub id: RequestId,
+    /// What is asked for.
+    pub request: GenerateRequest,
+    /// Who hears of it.
+    pub sink: Box<dyn EventSink>,
+    /// When it came in.
+    pub submitted_us: u64,
+}
+
+impl Submission {
+    pub(super) fn refuse(mut self, message: &str) {
+        self.sink.offer(&Event::Failed { message: message.to_owned() });
+    }
+}
+
+/// What a step in flight was made of.
+struct InFlight {
+    lane: Lane,
+    /// Request and tokens, in the order of the step's chunks.
+    parts: Vec<(RequestId, usize)>,
+}
+
+/// Requests, and what becomes of them.
+pub struct Core<R> {
+    runner: R,
+    max_context_tokens: usize,
+    status: Arc<Mutex<EngineStatus>>,
+    scheduler: Scheduler,
+    prefixes: Option<Prefixes>,
+    /// In order of arrival, since ids ascend.
+    requests: BTreeMap<RequestId, Live>,
+    in_flight: BTreeMap<Ticket, InFlight>,
+    records: Arc<Mutex<VecDeque<RequestRecord>>>,
+}
+
+/// Records of requests that have ended are kept for so many.
+const MAX_RECORDS: usize = 512;
+
+impl<R: StepRunner> Core<R> {
+    /// Resolves the geometry and starts with no requests.
+    pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
+        let scheduler = Scheduler::new(limits(&runner, options));
+        let Geometry { block, granule, .. } = scheduler.limits().geometry;
+        let identity = CacheIdentity { class: runner.numeric_class(), ..CacheIdentity::default() };
+        let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
+        let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
+        let max_context_tokens = options.max_context_tokens;
+        lock(&status).state_bytes_limit = scheduler.limits().state_bytes;
+        let records = Arc::default();
+        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight, records }
+    }
+
+    /// Also keeps prefixes on disk. Without a cache in memory there is none on disk.
+    pub fn set_disk(&mut self, tier: DiskTier) {
+        if let Some(prefixes) = &mut self.prefixes {
+            prefixes.set_disk(tier);
+        }
+        self.publish();
+    }
+
+    /// Waits until everything is on disk that is to be.
+    pub fn flush(&self) {
+        if let Some(prefixes) = &self.prefixes {
+            prefixes.flush();
+        }
+    }
+
+    /// The scheduler, to look at.
+    pub fn scheduler(&self) -> &Scheduler {
+        &self.scheduler
+    }
+
+    /// Records of the requests that ended last, oldest first.
+    pub fn records(&self) -> Arc<Mutex<VecDeque<RequestRecord>>> {
+        Arc::clone(&self.records)
+    }
+
+    /// What does the steps.
+    pub fn runner(&self) -> &R {
+        &self.runner
+    }
+
+    /// What does the steps.
+    pub fn runner_mut(&mut self) -> &mut R {
+        &mut self.runner
+    }
+
+    /// True if there is no request and no step.
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty() && self.in_flight.is_empty()
+    }
+
+    /// True if no step is in flight: nothing happens until a command comes in or a listener makes room.
+    pub fn is_idle(&self) -> bool {
+        self.in_flight.is_empty()
+    }
+
+    /// When [`Self::turn`] wants to be called again, whatever happens meanwhile.
+    pub fn next_due_us(&self) -> Option<u64> {
+        self.scheduler.next_due_us()
+    }
+
+    /// Takes a request.
+    pub fn submit(&mut self, submission: Submission, now_us: u64) {
+        let mut live = Live::new(submission);
+        live.thread = self.prefixes.as_ref().map(|prefixes| prefixes.thread(&live.request.service.tenant));
+        let service = &live.request.service;
+        let deadline_us = service.deadline.map(|deadline| now_us.saturating_add(deadline.as_micros() as u64));
+        let new = NewSequence { tokens: live.tokens.len(), urgency: service.urgency, deadline_us };
+        match self.scheduler.submit(live.id, new) {
+            Ok(()) => {}
+            Err(Refusal::QueueFull { queued, limit }) => {
+                live.fail(&format!("the queue is full: {queued} requests wait (limit {limit})"));
+            }
+            Err(Refusal::NeverFits { need_bytes, limit_bytes }) => {
+                live.fail(&format!("the prompt needs {need_bytes} bytes of state; the limit is {limit_bytes}"));
+            }
+        }
+        self.requests.insert(live.id, live);
+        self.forget_ended(now_us);
+    }
+
+    /// Ends a request early. Unknown ids are ignored.
+    pub fn cancel(&mut self, id: RequestId, _now_us: u64) {
+        if let Some(live) = self.requests.get_mut(&id) {
+            live.finish(FinishReason::Cancelled);
+        }
+    }
+
+    /// Ends every request.
+    pub fn finish_all(&mut self, reason: FinishReason, _now_us: u64) {
+        for live in self.requests.values_mut() {
+            live.finish(reason);
+            // A listener that never makes room must not hold up the end of the engine.
+            live.deliver();
+            live.pending.clear();
+        }
+    }
+
+    /// Ends every request with an error; nothing is computed any more.
+    pub fn stop(&mut self, message: &str, _now_us: u64) {
+        {
+            let mut status = lock(&self.status);
+            status.failure = Some(message.to_owned());
+            (status.queued, status.running) = (0, 0);
+        }
+        for live in self.requests.values_mut() {
+            live.fail(message);
+            live.deliver();
+        }
+    }
+
+    /// Does everything that can be done without waiting.
+    pub fn turn(&mut self, now_us: u64) {
+        for id in self.scheduler.expired(now_us) {
+            if let Some(live) = self.requests.get_mut(&id) {
+                live.fail("the deadline passed before the request could start");
+            }
+        }
+        self.deliver_pending();
+        self.forget_ended(now_us);
+        self.admit(now_us);
+        for lane in [Lane::Decode, Lane::Prefill] {
+            if !self.in_flight.values().any(|step| step.lane == lane) {
+                let plan = self.scheduler.plan(lane, now_us);
+                self.carry_out(lane, plan);
+            }
+        }
+        self.publish();
+    }
+
+    /// Offers what could not be delivered before.
+    fn deliver_pending(&mut self) {
+        for (id, live) in &mut self.requests {
+            live.deliver();
+            self.scheduler.set_paused(*id, !live.pending.is_empty());
+        }
+    }
+
+    /// Frees the state of requests that have ended, and forgets those that are through.
+    fn forget_ended(&mut self, _now_us: u64) {
+        let mut through = Vec::new();
+        for (id, live) in &mut self.requests {
+            if live.ended && self.scheduler.end(*id) {
+                if let Some(sequence) = live.sequence.take() {
+                    self.runner.drop_sequence(sequence);
+                }
+                if live.pending.is_empty() {
+                    through.push(*id);
+                }
+            }
+        }
+        for id in through {
+            let mut live = self.requests.remove(&id).expect("listed above");
+            self.remember(live.record());
+            let mut status = lock(&self.status);
+            status.requests_total += 1;
+            if live.started_us.is_none() {
+                status.queued = status.queued.saturating_sub(1);
+            }
+        }
+    }
+
+    fn remember(&self, record: RequestRecord) {
+        let RequestRecord { usage, blocks_from_disk, skipped_because, preemptions, ref chunks, .. } = record;
+        tracing::debug!(
+            request_id = record.request.map(|id| id.0),
+            num_tokens = usage.prompt_tokens,
+            cached = usage.cached_tokens,
+            blocks_from_disk,
+            skipped_because,
+            chunks = chunks.len(),
+            preemptions,
+            queue_us = usage.queue_us,
+            "ended"
+        );
+        let mut records = lock(&self.records);
+        if records.len() == MAX_RECORDS {
+            records.pop_front();
+        }
+        records.push_back(record);
+    }
+
+    fn admit(&mut self, now_us: u64) {
+        for id in self.scheduler.admit() {
+            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+            let hit = match (&mut self.prefixes, &mut live.thread) {
+                (Some(prefixes), Some(thread)) => prefixes.lookup(thread, &live.tokens, self.runner.state_shape()),
+                _ => None,
+            };
+            live.num_computed_tokens = hit.as_ref().map_or(0, |hit| hit.len);
+            self.scheduler.attached(id, live.num_computed_tokens);
+            live.sequence = Some(match hit {
+                Some(hit) => self.runner.adopt(hit.state),
+                None => self.runner.new_sequence(),
+            });
+            if live.started_us.is_none() {
+                live.started_us = Some(now_us);
+                live.cached_tokens = live.num_computed_tokens;
+                let mut status = lock(&self.status);
+                status.queued = status.queued.saturating_sub(1);
+                status.cached_tokens_total += live.cached_tokens as u64;
+            }
+        }
+    }
+
+    fn publish(&self) {
+        let mut status = lock(&self.status);
+        status.running = self.scheduler.num_running();
+        status.preemptions_total = self.scheduler.num_preemptions();
+        status.retry_after_s = self.scheduler.retry_after_s();
+        status.state_bytes_reserved = self.scheduler.reserved_bytes();
+        status.cache = self.prefixes.as_ref().map(Prefixes::status).unwrap_or_default();
+    }
+
+    fn carry_out(&mut self, lane: Lane, plan: StepPlan) {
+        for id in plan.preempted {
+            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+            let sequence = live.sequence.take().expect("a preempted sequence has state");
+            self.runner.drop_sequence(sequence);
+            live.num_computed_tokens = 0;
+            live.notes.preemptions += 1;
+            tracing::debug!(request_id = %id, "preempted");
+        }
+        for id in plan.exhausted {
+            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+            live.fail("the sequence has outgrown the memory");
+        }
+        if !plan.parts.is_empty() {
+            self.submit_step(lane, plan.parts);
+        }
+    }
+
+    fn submit_step(&mut self, lane: Lane, parts: Vec<Part>) {
+        self.want_boundaries(&parts);
+        let chunks: Vec<Chunk<'_>> = parts
+            .iter()
+            .map(|part| {
+                let live = &self.requests[&part.request];
+                let tokens = &live.tokens[part.chunk.start..part.chunk.start + part.chunk.width];
+                let logits = if lane == Lane::Decode { WantLogits::Last(1) } else { WantLogits::No };
+                let sequence = live.sequence.expect("a part of a step has a sequence");
+                Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }
+            })
+            .collect();
+        let priority = if lane == Lane::Decode { Priority::Decode } else { Priority::Prefill };
+        let submitted = self.runner.submit(&chunks, priority);
+        match submitted {
+            Ok(ticket) => {
+                for part in parts.iter().filter(|_| lane == Lane::Prefill) {
+                    let live = self.requests.get_mut(&part.request).expect("taken from the table");
+                    if live.notes.chunks.len() < MAX_CHUNK_RECORDS {
+                        live.notes.chunks.push(part.chunk.clone());
+                    }
+                }
+                let parts = parts.into_iter().map(|part| (part.request, part.chunk.width)).collect();
+                self.in_flight.insert(ticket, InFlight { lane, parts });
+            }
+            Err(error) => {
+                self.scheduler.abandon(lane);
+                for part in parts {
+                    self.requests.get_mut(&part.request).expect("taken from the table").fail(&error.to_string());
+                }
+            }
+        }
+    }
+
+    fn want_boundaries(&self, parts: &[Part]) {
+        let Some(prefixes) = &self.prefixes else { return };
+        for part in parts {
+            let live = &self.requests[&part.request];
+            let (Some(thread), Some(sequence)) = (&live.thread, live.sequence) else { continue };
+            let (start, width) = (part.chunk.start, part.chunk.width);
+            let wanted = prefixes.wanted(thread, start, width, live.tokens.len(), live.prompt_tokens);
+            if !wanted.is_empty()
+                && let Ok(state) = self.runner.sequence_state(sequence)
+            {
+                state.want_boundaries(&wanted);
+            }
+        }
+    }
+
+    /// Leaves what a sequence has computed to others.
+    fn store(&mut self, id: RequestId) {
+        let Some(live) = self.requests.get_mut(&id) else { return };
+        let (Some(prefixes), Some(thread), Some(sequence)) = (&mut self.prefixes, &mut live.thread, live.sequence)
+        else {
+            return;
+        };
+        if let Ok(state) = self.runner.sequence_state(sequence) {
+            prefixes.store(thread, &live.tokens, live.prompt_tokens, &state);
+        }
+    }
+
+    /// Waits for a step in flight, at most for `timeout`, and takes its results at the time `now_us` then says.
+    ///
+    /// # Panics
+    ///
+    /// If nothing is in flight, or the devices are gone.
+    pub fn wait(&mut self, timeout: Option<Duration>, now_us: impl Fn(&R) -> u64) {
+        match self.runner.wait(timeout) {
+            Ok(None) => {}
+            Ok(Some(result)) => {
+                let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
+                let now_us = now_us(&self.runner);
+                self.take_results(&step, result, now_us);
+            }
+            Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
+                tracing::error!(%step, reason, "a step failed");
+                let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
+                self.scheduler.abandon(failed.lane);
+                for (id, _) in failed.parts {
+                    let live = self.requests.get_mut(&id).expect("requests outlive their steps");
+                    // The runner has dropped its state.
+                    live.sequence = None;
+                    live.fail(&format!("the computation failed: {reason}"));
+                }
+            }
+            Err(error) => panic!("the devices are gone: {error}"),
+        }
+    }
+
+    fn take_results(&mut self, step: &InFlight, result: StepResult, now_us: u64) {
+        self.scheduler.complete(step.lane, now_us, result.elapsed_us, result.longest_node_us);
+        for ((id, width), mut logits) in step.parts.iter().zip(result.logits) {
+            self.store(*id);
+            let live = self.requests.get_mut(id).expect("requests outlive their steps");
+            let before = live.num_computed_tokens;
+            live.num_computed_tokens += width;
+            let of_prompt = live.num_computed_tokens.min(live.prompt_tokens).saturating_sub(before);
+            lock(&self.status).prompt_tokens_total += of_prompt as u64;
+            if live.ended {
+                continue;
+            }
+            if of_prompt > 0 {
+                live.report_prefill();
+            }
+            if !logits.is_empty() && !live.ended && live.draw(&mut logits, self.max_context_tokens, now_us) {
+                lock(&self.status).completion_tokens_total += 1;
+            }
+            if !live.ended && step.lane == Lane::Decode {
+                self.scheduler.push_token(*id);
+            }
+        }
+    }
+
+    /// # Panics
+    ///
+    /// If the books do not add up.
+    pub fn check_invariants(&self) {
+        self.scheduler.check_invariants();
+        if let Some(prefixes) = &self.prefixes {
+            prefixes.check_invariants();
+        }
+        for (id, live) in &self.requests {
+            if !live.ended {
+                assert_eq!(live.sequence.is_some(), self.scheduler.is_admitted(*id), "{id} and its state");
+                let computed = self.scheduler.num_computed_tokens(*id);
+                assert_eq!(live.num_computed_tokens, computed, "{id} has computed");
+            }
+        }
+        let holding = self.requests.values().filter(|live| live.sequence.is_some()).count();
+        assert!(holding <= self.scheduler.limits().max_running, "{holding} sequences have state");
+    }
+}
+
+fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
+    let shape = runner.state_shape();
+    let request = GeometryRequest {
+        tile: None,
+        step: options.chunk_tokens.max(1),
+        honour_step: false,
+        block: shape.block_tokens(),
+        cache: options.cache_bytes > 0,
+        snapshot_spacing: options.snapshot_spacing,
+    };
+    let decode_bytes = runner.step_bytes(options.max_running);
+    // Half of the memory at most is for the values of steps.
+    let fits = |rows: usize| {
+        options.memory_bytes == u64::MAX
+            || runner.step_bytes(rows).saturating_add(decode_bytes) <= options.memory_bytes / 2
+    };
+    let geometry = Geometry::resolve(&request, fits);
+    let steps = runner.step_bytes(geometry.step).saturating_add(decode_bytes);
+    Limits {
+        geometry,
+        budget_tokens: geometry.step,
+        max_running: options.max_running.max(1),
+        max_queued: options.max_queued,
+        max_itl_us: options.max_itl.as_micros() as u64,
+        state_bytes: if options.memory_bytes == u64::MAX {
+            u64::MAX
+        } else {
+            options.memory_bytes.saturating_sub(steps)
+        },
+        state_cost: StateCost { fixed_bytes: shape.fixed_bytes(), bytes_per_block: shape.bytes_per_block() },
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

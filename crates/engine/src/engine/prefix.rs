@@ -1,0 +1,359 @@
+//! Prefixes that need not be computed again: the index decides ([`troika_kvcache`]), this module holds the rows.
+//!
+//! Blocks are stored as soon as their rows are committed, so that a request that is cancelled after its first token has left
+//! its prompt behind. Boundaries are caught where resuming is worth while: at every granule, at the end of what is known of a
+//! sequence, where an earlier prompt parted from this one, and at the end of the answer.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use troika_device::state::{BlockRows, Boundary};
+use troika_device::{SequenceState, StateShape};
+use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, Skip};
+
+use super::disk::{Disk, DiskTier};
+use crate::api::{CacheStatus, RequestRecord};
+
+/// Version of what a block and a boundary hold.
+pub(super) const LAYOUT_VERSION: u32 = 1;
+
+/// Where a sequence stands with the cache.
+#[derive(Debug)]
+pub(super) struct Thread {
+    root: BlockHash,
+    /// Names of the whole blocks of its tokens, as far as they were needed.
+    chain: Vec<BlockHash>,
+    /// Leading blocks that are stored.
+    stored: usize,
+    last: Option<BlockId>,
+    /// Leading blocks whose rows another sequence had left.
+    matched: usize,
+    /// Boundary within the answer; the next one makes it worthless.
+    answer_boundary: Option<(BlockId, BlockHash)>,
+    /// Why nothing more is stored.
+    skipped: Option<Skip>,
+    /// Blocks brought up from disk for it.
+    from_disk: usize,
+    /// Tokens of the blocks that another sequence had left, if it went another way from there.
+    diverged_after: Option<usize>,
+}
+
+/// A place to resume.
+pub(super) struct Hit {
+    pub(super) state: SequenceState,
+    /// Tokens it has.
+    pub(super) len: usize,
+}
+
+/// The rows of every block in the index.
+pub(super) struct Prefixes {
+    cache: Cache,
+    block_tokens: usize,
+    granule: usize,
+    blocks: BTreeMap<BlockId, Arc<BlockRows>>,
+    boundaries: BTreeMap<BlockId, Arc<Boundary>>,
+    identity: CacheIdentity,
+    disk: Option<Disk>,
+    status: CacheStatus,
+}
+
+/// What all blocks of an engine depend on.
+#[derive(Clone, Debug, Default)]
+pub(super) struct CacheIdentity {
+    pub(super) weights: Vec<u8>,
+    pub(super) tokenizer: Vec<u8>,
+    pub(super) class: String,
+}
+
+impl Prefixes {
+    pub(super) fn new(limit_bytes: u64, block_tokens: usize, granule: usize, identity: CacheIdentity) -> Self {
+        Self {
+            cache: Cache::new(limit_bytes),
+            block_tokens,
+            granule,
+            blocks: BTreeMap::new(),
+            boundaries: BTreeMap::new(),
+            identity,
+            disk: None,
+            status: CacheStatus { limit_bytes, ..CacheStatus::default() },
+        }
+    }
+
+    /// Also keeps prefixes on disk. No sequence may have been looked up or stored before.
+    pub(super) fn set_disk(&mut self, tier: DiskTier) {
+        (self.identity.weights, self.identity.tokenizer) = (tier.weights, tier.tokenizer);
+        self.disk = Some(Disk::new(tier.store, tier.items));
+        self.publish();
+    }
+
+    /// Waits until everything is on disk that is to be.
+    pub(super) fn flush(&self) {
+        if let Some(disk) = &self.disk {
+            disk.flush();
+        }
+    }
+
+    /// A sequence of which nothing is stored yet.
+    pub(super) fn thread(&self, tenant: &str) -> Thread {
+        let identity = Identity {
+            weights: &self.identity.weights,
+            tokenizer: &self.identity.tokenizer,
+            layout: LAYOUT_VERSION,
+            class: &self.identity.class,
+            tenant: tenant.as_bytes(),
+        };
+        Thread {
+            root: identity.root(),
+            chain: Vec::new(),
+            stored: 0,
+            last: None,
+            matched: 0,
+            answer_boundary: None,
+            skipped: None,
+            from_disk: 0,
+            diverged_after: None,
+        }
+    }
+
+    /// The longest prefix of `tokens` that leaves a token to compute.
+    pub(super) fn lookup(&mut self, thread: &mut Thread, tokens: &[u32], shape: &StateShape) -> Option<Hit> {
+        let wanted = (tokens.len() - 1) / self.block_tokens;
+        thread.name_blocks(tokens, self.block_tokens, wanted);
+        thread.from_disk += self.bring_up(&thread.chain[..wanted], shape);
+        let found = self.cache.lookup(&thread.chain[..wanted]);
+        thread.matched = found.matched;
+        if thread.diverged_after.is_none() && found.matched > 0 && found.matched < wanted {
+            thread.diverged_after = Some(found.matched * self.block_tokens);
+        }
+        let lease = found.lease?;
+        let hit = self.attach(&found.blocks, shape);
+        self.cache.release(lease);
+        self.publish();
+        let hit = hit?;
+        (thread.stored, thread.last) = (found.blocks.len(), found.blocks.last().copied());
+        Some(hit)
+    }
+
+    /// Brings into memory what only the disk has of a prefix, if a sequence can then resume later than otherwise. Returns
+    /// the number of blocks.
+    fn bring_up(&mut self, chain: &[BlockHash], shape: &StateShape) -> usize {
+        let Some(disk) = &mut self.disk else { return 0 };
+        let count = disk.peek(chain);
+        if count <= self.cache.peek(chain) {
+            return 0;
+        }
+        let (mut parent, mut evicted, mut from_disk) = (None, Vec::new(), 0);
+        for name in &chain[..count] {
+            let known = self.cache.block(name);
+            let id = match known {
+                Some(id) => Some(id),
+                None => disk.read_rows(*name, shape).and_then(|rows| {
+                    let (id, _) = self.cache.insert(parent, *name, rows.bytes(), &mut evicted).ok()?;
+                    self.blocks.insert(id, Arc::new(rows));
+                    from_disk += 1;
+                    Some(id)
+                }),
+            };
+            if id.is_none() {
+                break;
+            }
+            parent = id;
+        }
+        let whole = parent.is_some() && parent == self.cache.block(&chain[count - 1]);
+        if let Some(id) = parent.filter(|id| whole && !self.cache.has_boundary(*id))
+            && let Some(boundary) = disk.read_boundary(chain[count - 1], count * self.block_tokens, shape)
+            && self.cache.insert_boundary(id, boundary.bytes(), &mut evicted).is_ok()
+        {
+            self.boundaries.insert(id, Arc::new(boundary));
+        }
+        self.drop_evicted(&evicted);
+        from_disk
+    }
+
+    fn attach(&self, ids: &[BlockId], shape: &StateShape) -> Option<Hit> {
+        let blocks: Option<Vec<Arc<BlockRows>>> = ids.iter().map(|id| self.blocks.get(id).cloned()).collect();
+        let boundary = self.boundaries.get(ids.last()?)?;
+        match SequenceState::attach(shape, &blocks?, boundary) {
+            Ok(state) => Some(Hit { state, len: boundary.len }),
+            Err(error) => {
+                tracing::warn!(%error, "a stored prefix is not used");
+                None
+            }
+        }
+    }
+
+    /// Ends of blocks whose boundaries are wanted from a chunk of `width` tokens at `start`; `known` tokens of the sequence
+    /// are there, `prompt` of them its prompt.
+    pub(super) fn wanted(
+        &self,
+        thread: &Thread,
+        start: usize,
+        width: usize,
+        known: usize,
+        prompt: usize,
+    ) -> Vec<usize> {
+        let (block, end) = (self.block_tokens, start + width);
+        if thread.skipped.is_some() {
+            return Vec::new();
+        }
+        let last_of = |tokens: usize| (tokens - 1) / block * block;
+        let is_wanted = |at: usize| {
+            at.is_multiple_of(self.granule)
+                || at == last_of(known)
+                || at == last_of(prompt)
+                || at == thread.matched * block
+                // The answer may end here.
+                || (at == known && at > prompt)
+        };
+        (start / block + 1..=end / block).map(|index| index * block).filter(|at| is_wanted(*at)).collect()
+    }
+
+    /// Stores what has been committed of a sequence: whole blocks, and the boundaries that were wanted.
+    pub(super) fn store(&mut self, thread: &mut Thread, tokens: &[u32], prompt: usize, state: &SequenceState) {
+        let whole = state.len() / self.block_tokens;
+        let boundaries = state.take_boundaries();
+        if thread.skipped.is_some() || (whole == thread.stored && boundaries.is_empty()) {
+            return;
+        }
+        thread.name_blocks(tokens, self.block_tokens, whole);
+        let mut evicted = Vec::new();
+        let mut result = self.store_blocks(thread, whole, state, &mut evicted);
+        if result == Err(Skip::NoParent) {
+            // What the sequence resumed from was evicted meanwhile, but it has all of it.
+            (thread.stored, thread.last, thread.answer_boundary) = (0, None, None);
+            result = self.store_blocks(thread, whole, state, &mut evicted);
+        }
+        if let Err(skip) = result {
+            thread.skipped = Some(skip);
+            self.status.skipped += (whole - thread.stored) as u64;
+            tracing::debug!(reason = skip.name(), "a sequence is no longer stored");
+        }
+        for boundary in boundaries {
+            self.store_boundary(thread, boundary, prompt, &mut evicted);
+        }
+        self.drop_evicted(&evicted);
+        self.publish();
+    }
+
+    fn store_blocks(
+        &mut self,
+        thread: &mut Thread,
+        whole: usize,
+        state: &SequenceState,
+        evicted: &mut Vec<Evicted>,
+    ) -> Result<(), Skip> {
+        while thread.stored < whole {
+            let Some(rows) = state.block(thread.stored, self.block_tokens) else { return Ok(()) };
+            let (id, is_new) = self.cache.insert(thread.last, thread.chain[thread.stored], rows.bytes(), evicted)?;
+            // At once, since making room may evict what has just come in.
+            self.drop_evicted(evicted);
+            evicted.clear();
+            if is_new {
+                let rows = Arc::new(rows);
+                if let Some(disk) = &mut self.disk {
+                    let (depth, name) = (thread.stored as u32 + 1, thread.chain[thread.stored]);
+                    disk.put_rows(depth, thread.parent_of(thread.stored), name, &rows);
+                }
+                self.blocks.insert(id, rows);
+            }
+            thread.last = Some(id);
+            thread.stored += 1;
+        }
+        Ok(())
+    }
+
+    fn store_boundary(&mut self, thread: &mut Thread, boundary: Boundary, prompt: usize, evicted: &mut Vec<Evicted>) {
+        let Some(index) = (boundary.len / self.block_tokens).checked_sub(1) else { return };
+        let Some(name) = thread.chain.get(index).copied() else { return };
+        let Some(id) = self.cache.block(&name) else { return };
+        let of_answer = boundary.len > prompt && !boundary.len.is_multiple_of(self.granule);
+        match self.cache.insert_boundary(id, boundary.bytes(), evicted) {
+            Ok(true) => {
+                let boundary = Arc::new(boundary);
+                if let Some(disk) = &mut self.disk {
+                    disk.put_boundary(index as u32 + 1, thread.parent_of(index), name, &boundary);
+                }
+                self.boundaries.insert(id, boundary);
+                let before = if of_answer { thread.answer_boundary.replace((id, name)) } else { None };
+                if let Some((before, name)) = before.filter(|(before, _)| self.cache.drop_boundary(*before)) {
+                    self.boundaries.remove(&before);
+                    if let Some(disk) = &mut self.disk {
+                        disk.drop_boundary(name);
+                    }
+                }
+            }
+            Ok(false) => {}
+            Err(_) => self.status.skipped += 1,
+        }
+        self.drop_evicted(evicted);
+        evicted.clear();
+    }
+
+    fn drop_evicted(&mut self, evicted: &[Evicted]) {
+        for evicted in evicted {
+            match evicted {
+                Evicted::Block(id) => {
+                    self.blocks.remove(id);
+                    self.boundaries.remove(id);
+                }
+                Evicted::Boundary(id) => {
+                    self.boundaries.remove(id);
+                }
+            }
+        }
+    }
+
+    fn publish(&mut self) {
+        let counters = self.cache.counters();
+        self.status.used_bytes = self.cache.used_bytes();
+        self.status.blocks = self.cache.num_blocks();
+        self.status.lookups = counters.lookups;
+        self.status.hits = counters.hits;
+        self.status.stored = counters.blocks_stored;
+        self.status.evicted = counters.blocks_evicted;
+        if let Some(disk) = &self.disk {
+            disk.report(&mut self.status);
+        }
+    }
+
+    pub(super) fn status(&self) -> CacheStatus {
+        self.status
+    }
+
+    /// # Panics
+    ///
+    /// If the books do not add up.
+    pub(super) fn check_invariants(&self) {
+        self.cache.check_invariants();
+        assert_eq!(self.blocks.len(), self.cache.num_blocks(), "rows of every block, and no others");
+        assert!(self.boundaries.keys().all(|id| self.cache.has_boundary(*id)), "a boundary the index does not know");
+        let rows: u64 = self.blocks.values().map(|block| block.bytes()).sum();
+        let boundaries: u64 = self.boundaries.values().map(|boundary| boundary.bytes()).sum();
+        assert_eq!(rows + boundaries, self.cache.used_bytes(), "bytes held and bytes counted");
+    }
+}
+
+impl Thread {
+    /// What the cache knows of the sequence.
+    pub(super) fn note(&self, record: &mut RequestRecord) {
+        record.blocks_from_disk = self.from_disk;
+        record.diverged_after = self.diverged_after;
+        record.stored_blocks = self.stored;
+        record.skipped_because = self.skipped.map(Skip::name);
+    }
+
+    /// Name of the block before block `index`.
+    fn parent_of(&self, index: usize) -> BlockHash {
+        index.checked_sub(1).map_or(self.root, |before| self.chain[before])
+    }
+
+    /// Names the first `count` blocks of `tokens`.
+    fn name_blocks(&mut self, tokens: &[u32], block: usize, count: usize) {
+        while self.chain.len() < count {
+            let index = self.chain.len();
+            let parent = self.chain.last().unwrap_or(&self.root);
+            let name = parent.child(&tokens[index * block..(index + 1) * block]);
+            self.chain.push(name);
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! The tier on disk through the engine: after a restart, under a limit, with damage, with nowhere to write.
+
+use std::fs;
+use std::path::Path;
+
+use troika_engine::api::Generator;
+use troika_engine::{DiskTier, Engine, EngineOptions};
+use troika_kvstore::{Store, usage};
+use troika_testkit::scratch_dir;
+
+use crate::cache::{CACHED, answer, request, tokens};
+use crate::support::{open, options};
+
+/// An engine on `dir`; `weights` stands for the model's digest.
+fn engine(dir: &Path, limit: u64, weights: &str, options_of_engine: EngineOptions) -> Engine {
+    let (store, items) = Store::open(dir, limit).expect("opens");
+    let tier = DiskTier { store, items, weights: weights.into(), tokenizer: b"t".to_vec() };
+    Engine::start_with_disk(open("tiny-bf16", options()), options_of_engine, Some(tier)).expect("starts")
+}
+
+#[test]
+fn a_restart_forgets_nothing() {
+    let dir = scratch_dir();
+    let prompt = tokens(1, 3 * 128 + 5);
+    let first = engine(dir.path(), 1 << 30, "w", CACHED);
+    let (cold, usage) = answer(&first, request(prompt.clone(), 20));
+    assert_eq!(usage.cached_tokens, 0);
+    first.shutdown();
+    assert!(first.status().cache.disk_blocks == 3, "{:?}", first.status().cache);
+    drop(first);
+    let second = engine(dir.path(), 1 << 30, "w", CACHED);
+    let (warm, usage) = answer(&second, request(prompt.clone(), 20));
+    assert_eq!((usage.cached_tokens, warm), (384, cold.clone()));
+    let cache = second.status().cache;
+    assert_eq!((cache.disk_read, cache.disk_quarantined), (4, 0), "three blocks and a boundary");
+    drop(second);
+    let other = engine(dir.path(), 1 << 30, "other weights", CACHED);
+    let (again, usage) = answer(&other, request(prompt, 20));
+    assert_eq!((usage.cached_tokens, again), (0, cold), "of other weights nothing is used");
+}
+
+#[test]
+fn a_conversation_survives_restarts_with_little_memory() {
+    let dir = scratch_dir();
+    let limits = EngineOptions { max_context_tokens: 4096, cache_bytes: 4_000_000, ..CACHED };
+    let mut running = engine(dir.path(), 1 << 30, "w", limits);
+    let mut conversation = Vec::new();
+    for turn in 0..20 {
+        if turn % 4 == 3 {
+            drop(running);
+            running = engine(dir.path(), 1 << 30, "w", limits);
+        }
+        let before = conversation.len();
+        conversation.extend(tokens(100 + turn, 40 + turn as usize * 3));
+        let (said, usage) = answer(&running, request(conversation.clone(), 30 + turn as usize));
+        assert!(usage.cached_tokens + 128 >= before, "turn {turn}: {} of {before}", usage.cached_tokens);
+        conversation.extend(said.iter().map(|(token, _)| *token));
+    }
+}
+
+#[test]
+fn damage_is_a_miss() {
+    let dir = scratch_dir();
+    let prompt = tokens(1, 3 * 128 + 5);
+    let first = engine(dir.path(), 1 << 30, "w", CACHED);
+    let (cold, _) = answer(&first, request(prompt.clone(), 20));
+    drop(first);
+    let mut files: Vec<_> = fs::read_dir(dir.path()).expect("readable").flatten().map(|entry| entry.path()).collect();
+    files.sort();
+    files.retain(|path| path.extension().is_some());
+    assert!(files.len() >= 4);
+    for (index, path) in files.iter().enumerate() {
+        let Ok(good) = fs::read(path) else { continue };
+        let mut bad = good.clone();
+        // Header, payload, or the end.
+        match index % 3 {
+            0 => bad[40] ^= 1,
+            1 => bad[5000] ^= 0x80,
+            _ => bad.truncate(good.len() - 1),
+        }
+        fs::write(path, &bad).expect("writable");
+        let running = engine(dir.path(), 1 << 30, "w", CACHED);
+        assert_eq!(answer(&running, request(prompt.clone(), 20)).0, cold, "{}", path.display());
+        assert_eq!(running.status().cache.disk_quarantined, 1, "{}", path.display());
+        drop(running);
+        // What it computed again is there again.
+    }
+}
+
+#[test]
+fn ten_megabytes_are_ten_megabytes() {
+    let dir = scratch_dir();
+    let limit = 10_000_000;
+    let total = || usage(dir.path()).expect("readable").total_bytes();
+    for (round, weights) in ["a", "b"].into_iter().enumerate() {
+        if round == 1 {
+            fs::write(dir.path().join("tmp-1-1"), vec![0; 3_000_000]).expect("writable");
+            fs::write(dir.path().join("foreign"), vec![0; 2_000_000]).expect("writable");
+        }
+        let running = engine(dir.path(), limit, weights, CACHED);
+        for seed in 0..25 {
+            answer(&running, request(tokens(seed + 1000 * round as u64, 500), 2));
+            if round == 0 || seed > 0 {
+                assert!(total() <= limit, "{} bytes in round {round}", total());
+            }
+        }
+        assert!(running.status().cache.disk_written > 0, "{:?}", running.status().cache);
+        drop(running);
+        assert!(total() <= limit && total() > limit / 2, "{} bytes", total());
+    }
+}
+
+#[test]
+fn a_folder_that_vanishes_ends_the_tier_and_nothing_else() {
+    let dir = scratch_dir();
+    let inner = dir.path().join("cache");
+    let running = engine(&inner, 1 << 30, "w", CACHED);
+    let (cold, _) = answer(&running, request(tokens(1, 300), 4));
+    fs::remove_dir_all(&inner).expect("removable");
+    for seed in 2..6 {
+        answer(&running, request(tokens(seed, 300), 4));
+    }
+    assert_eq!(answer(&running, request(tokens(1, 300), 4)).0, cold);
+    running.shutdown();
+    assert!(running.status().cache.disk_failed);
+}
+
+/// Prints how long the first token takes for 4,096 tokens, cold and with all but the last 100 kept.
+#[test]
+#[ignore = "measures; run it alone, optimised"]
+fn time_to_first_token_of_a_warm_prefix() {
+    let dir = scratch_dir();
+    let limits = EngineOptions { max_context_tokens: 8192, chunk_tokens: 512, ..CACHED };
+    let shared = tokens(1, 3996);
+    let prompt = |seed| [shared.clone(), tokens(seed, 100)].concat();
+    let first = engine(dir.path(), 1 << 30, "w", limits);
+    let time = |engine: &Engine, seed| {
+        let (_, usage) = answer(engine, request(prompt(seed), 2));
+        (usage.cached_tokens, usage.queue_us + usage.prefill_us)
+    };
+    let cold = time(&first, 11);
+    let second = time(&first, 12);
+    let ram = time(&first, 13);
+    drop(first);
+    let disk = time(&engine(dir.path(), 1 << 30, "w", limits), 14);
+    for (what, (cached, us)) in [("cold", cold), ("parting", second), ("memory", ram), ("disk", disk)] {
+        println!("{what:>8}: {cached:>5} tokens cached, {us:>8} us, {:>5.1} %", 100.0 * us as f64 / cold.1 as f64);
+    }
+}

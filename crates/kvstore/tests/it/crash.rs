@@ -1,0 +1,61 @@
+//! `kill -9` in the middle of writing: what is there afterwards is whole.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use troika_kvstore::{Read, verify};
+use troika_testkit::scratch_dir;
+
+use super::{NO_LIMIT, open, payload, put};
+
+const DIR: &str = "TROIKA_TEST_CRASH_DIR";
+
+/// Not a test by itself: writes until it is killed.
+#[test]
+#[ignore = "started by the test below, to be killed"]
+fn writes_for_ever() {
+    let Some(dir) = std::env::var_os(DIR) else { return };
+    let (store, _) = open(dir.as_ref(), NO_LIMIT);
+    for round in 0u32.. {
+        let n = (round % 200 + 1) as u8;
+        put(&store, n, 20_000 + usize::from(n));
+        if round % 8 == 0 {
+            store.flush();
+        }
+        if round % 5 == 0 {
+            store.remove(&[super::name(n)]);
+        }
+    }
+}
+
+#[test]
+fn killed_at_any_moment() {
+    let dir = scratch_dir();
+    let mut pause = 7u64;
+    let mut seen = 0;
+    for round in 0..50u64 {
+        let mut child = Command::new(std::env::current_exe().expect("this test"))
+            .args(["crash::writes_for_ever", "--exact", "--ignored"])
+            .env(DIR, dir.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("starts");
+        pause = (pause * 48_271) % 65_537;
+        std::thread::sleep(Duration::from_micros(8_000 + pause % 30_000));
+        child.kill().expect("can be killed");
+        child.wait().expect("ends");
+        let start = Instant::now();
+        let (store, items) = open(dir.path(), NO_LIMIT);
+        assert!(start.elapsed() < Duration::from_secs(2), "round {round}: {:?}", start.elapsed());
+        for item in &items {
+            let n = item.hash.0[0];
+            assert_eq!(store.read(*item, 1), Read::Found(payload(n, 20_000 + usize::from(n))), "round {round}");
+        }
+        assert_eq!(store.status().quarantined, 0, "round {round}");
+        seen += items.len();
+        drop(store);
+        assert!(verify(dir.path()).expect("readable").1.is_empty());
+    }
+    assert!(seen > 100, "the child gets as far as writing: {seen}");
+}

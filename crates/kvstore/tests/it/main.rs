@@ -1,0 +1,151 @@
+//! Files under a directory: whole or not there, never wrong, never more than the limit.
+
+mod crash;
+
+use std::fs;
+use std::path::Path;
+
+use proptest::prelude::*;
+use troika_kvcache::BlockHash;
+use troika_kvstore::format::HEADER_BYTES;
+use troika_kvstore::{Header, Kind, Name, Read, Store, StoreError, clear, usage, verify};
+use troika_testkit::scratch_dir;
+
+const NO_LIMIT: u64 = 1 << 40;
+
+fn name(n: u8) -> Name {
+    Name { kind: Kind::Rows, hash: BlockHash([n; 32]) }
+}
+
+fn payload(n: u8, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|i| (i as u8).wrapping_mul(31).wrapping_add(n)).collect()
+}
+
+fn put(store: &Store, n: u8, bytes: usize) -> bool {
+    let header = Header {
+        name: name(n),
+        layout: 1,
+        depth: u32::from(n),
+        parent: BlockHash([n - 1; 32]),
+        payload_bytes: bytes as u64,
+    };
+    store.put(header, move || payload(n, bytes))
+}
+
+fn open(dir: &Path, limit: u64) -> (Store, Vec<Name>) {
+    let (store, items) = Store::open(dir, limit).expect("opens");
+    (store, items.into_iter().map(|item| item.header.name).collect())
+}
+
+#[test]
+fn what_was_put_is_there_after_a_restart() {
+    let dir = scratch_dir();
+    let (store, items) = open(dir.path(), NO_LIMIT);
+    assert!(items.is_empty());
+    (1..=5).for_each(|n| assert!(put(&store, n, 1000 * usize::from(n))));
+    drop(store);
+    let (store, items) = open(dir.path(), NO_LIMIT);
+    assert_eq!(items, (1..=5).map(name).collect::<Vec<_>>(), "parents first");
+    for n in 1..=5 {
+        assert_eq!(store.read(name(n), 1), Read::Found(payload(n, 1000 * usize::from(n))));
+    }
+    assert_eq!(store.read(name(9), 1), Read::Missing);
+    assert_eq!(store.read(name(1), 2), Read::Missing, "of another layout");
+    store.remove(&[name(2), name(3)]);
+    store.flush();
+    assert_eq!(store.read(name(2), 1), Read::Missing);
+    drop(store);
+    assert_eq!(usage(dir.path()).expect("readable").files, 3);
+    assert_eq!(verify(dir.path()).expect("readable"), (3, Vec::new()));
+    assert_eq!(clear(dir.path()).expect("removable"), 3);
+}
+
+#[test]
+fn a_directory_has_one_owner() {
+    let dir = scratch_dir();
+    let (_store, _) = open(dir.path(), NO_LIMIT);
+    assert!(matches!(Store::open(dir.path(), NO_LIMIT), Err(StoreError::InUse { .. })));
+}
+
+#[test]
+fn half_written_files_go_and_foreign_ones_count() {
+    let dir = scratch_dir();
+    drop(open(dir.path(), NO_LIMIT));
+    fs::write(dir.path().join("tmp-1-1"), vec![0; 5000]).expect("writable");
+    fs::write(dir.path().join("holiday.jpg"), vec![0; 7000]).expect("writable");
+    fs::create_dir(dir.path().join("folder")).expect("writable");
+    fs::write(dir.path().join("folder/more"), vec![0; 3000]).expect("writable");
+    let (store, _) = open(dir.path(), NO_LIMIT);
+    assert_eq!(store.status().foreign_bytes, 10_000);
+    assert!(!dir.path().join("tmp-1-1").exists());
+    assert!(dir.path().join("holiday.jpg").exists());
+}
+
+#[test]
+fn the_limit_holds_whatever_else_is_there() {
+    let dir = scratch_dir();
+    let limit = 50_000;
+    let (store, _) = open(dir.path(), limit);
+    for n in 1..=60 {
+        if n == 20 {
+            fs::write(dir.path().join("foreign"), vec![0; 20_000]).expect("writable");
+        }
+        put(&store, n, 3000);
+        store.flush();
+        let used = usage(dir.path()).expect("readable").total_bytes();
+        assert!(used <= limit || n >= 20, "{used} bytes");
+        if n == 30 {
+            // Whoever decides makes room.
+            store.remove(&(1..=16).map(name).collect::<Vec<_>>());
+        }
+    }
+    let status = store.status();
+    assert!(status.dropped > 0 && status.foreign_bytes >= 20_000, "{status:?}");
+    assert_eq!(store.take_lost().len() as u64, status.dropped);
+    assert!(usage(dir.path()).expect("readable").total_bytes() <= limit);
+}
+
+#[test]
+fn a_vanished_directory_is_survived() {
+    let dir = scratch_dir();
+    let inner = dir.path().join("cache");
+    let (store, _) = open(&inner, NO_LIMIT);
+    put(&store, 1, 100);
+    store.flush();
+    fs::remove_dir_all(&inner).expect("removable");
+    assert_eq!(store.read(name(1), 1), Read::Missing);
+    for n in 2..=6 {
+        put(&store, n, 100);
+        store.flush();
+    }
+    let status = store.status();
+    assert_eq!(status.failed_writes, 3, "then it gives up");
+    assert!(status.failure.is_some() && status.dropped > 0, "{status:?}");
+    assert_eq!(store.take_lost(), [name(2), name(3), name(4)]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    /// A byte flipped or a tail cut off anywhere: found, set aside, counted once, and never read.
+    #[test]
+    fn damage_is_found(at in 0usize..HEADER_BYTES + 600, bit in 0u8..8, cut: bool) {
+        let dir = scratch_dir();
+        let (store, _) = open(dir.path(), NO_LIMIT);
+        put(&store, 1, 600);
+        put(&store, 2, 600);
+        drop(store);
+        let path = dir.path().join(name(1).to_string());
+        let mut bytes = fs::read(&path).expect("written");
+        if cut { bytes.truncate(at) } else { bytes[at] ^= 1 << bit }
+        fs::write(&path, bytes).expect("writable");
+        prop_assert_eq!(verify(dir.path()).expect("readable").1.len(), 1);
+        let (store, items) = open(dir.path(), NO_LIMIT);
+        if items.contains(&name(1)) {
+            prop_assert_eq!(store.read(name(1), 1), Read::Damaged);
+        }
+        prop_assert_eq!(store.read(name(1), 1), Read::Missing);
+        prop_assert_eq!(store.read(name(2), 1), Read::Found(payload(2, 600)));
+        prop_assert_eq!(store.status().quarantined, 1);
+    }
+}

@@ -1,0 +1,519 @@
+//! The scheduler: queues, admission, and what goes into the next step.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+use troika_base::RequestId;
+
+use crate::geometry::Geometry;
+use crate::pace::Pace;
+use crate::{Narrowing, Rule};
+
+/// A sequence with prompt left that was not in so many prefill steps in a row goes into the next, whatever its length.
+pub const MAX_PASSED_OVER: u32 = 4;
+
+/// Which kind of step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lane {
+    /// One row, the newest token, of each sequence.
+    Decode,
+    /// Chunks of known tokens.
+    Prefill,
+}
+
+/// How much a request matters; higher ones go first and are preempted last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Urgency {
+    Low,
+    #[default]
+    Normal,
+    High,
+}
+
+/// Bytes of state that a sequence of so many tokens holds at most.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StateCost {
+    /// Windows, pending tokens: whatever the length.
+    pub fixed_bytes: u64,
+    /// Append-only rows of a block.
+    pub bytes_per_block: u64,
+}
+
+impl StateCost {
+    /// Bytes that a sequence of `tokens` tokens holds at most.
+    pub fn bytes_of(&self, tokens: usize, block_tokens: usize) -> u64 {
+        let blocks = tokens.div_ceil(block_tokens) as u64;
+        self.fixed_bytes.saturating_add(blocks.saturating_mul(self.bytes_per_block))
+    }
+}
+
+/// What the scheduler must keep to.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    pub geometry: Geometry,
+    /// Prompt tokens of one prefill step, all sequences together; at least the geometry's step.
+    pub budget_tokens: usize,
+    /// Sequences with state at once.
+    pub max_running: usize,
+    /// Sequences that may wait.
+    pub max_queued: usize,
+    /// Longest gap between the tokens of a running stream while prompts are computed, microseconds.
+    pub max_itl_us: u64,
+    /// Bytes for the state of all sequences; activations are not part of it.
+    pub state_bytes: u64,
+    pub state_cost: StateCost,
+}
+
+/// A sequence that comes in.
+#[derive(Clone, Copy, Debug)]
+pub struct NewSequence {
+    /// Tokens known, at least one.
+    pub tokens: usize,
+    pub urgency: Urgency,
+    /// If it has not started by then, it is given up.
+    pub deadline_us: Option<u64>,
+}
+
+/// Why a sequence is not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    QueueFull {
+        queued: usize,
+        limit: usize,
+    },
+    /// Even alone it would not fit the memory.
+    NeverFits {
+        need_bytes: u64,
+        limit_bytes: u64,
+    },
+}
+
+/// What a sequence gets of a prefill step, and why not more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChunkRecord {
+    /// Position of its first token.
+    pub start: usize,
+    pub width: usize,
+    pub narrowed_by: Vec<Narrowing>,
+}
+
+/// A sequence's share of a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    pub request: RequestId,
+    pub chunk: ChunkRecord,
+}
+
+/// One step to be done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    /// Nothing to do if empty.
+    pub parts: Vec<Part>,
+    /// Sequences that must give their state back first; they are recomputed later.
+    pub preempted: Vec<RequestId>,
+    /// Sequences that have outgrown the memory, even if they were alone. They are forgotten.
+    pub exhausted: Vec<RequestId>,
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    /// Order of arrival.
+    arrival: u64,
+    urgency: Urgency,
+    deadline_us: Option<u64>,
+    /// Tokens known.
+    tokens: usize,
+    /// Leading tokens whose KV exists.
+    computed: usize,
+    /// Has state, or is about to get it.
+    admitted: bool,
+    /// Was admitted before.
+    started: bool,
+    in_flight: Option<(Lane, usize)>,
+    paused: bool,
+    /// Ended while a step of it was in flight.
+    ended: bool,
+    passed_over: u32,
+}
+
+impl Entry {
+    fn remaining(&self) -> usize {
+        self.tokens - self.computed
+    }
+
+    /// `None` if every known token is computed.
+    fn lane(&self) -> Option<Lane> {
+        match self.remaining() {
+            0 => None,
+            1 => Some(Lane::Decode),
+            _ => Some(Lane::Prefill),
+        }
+    }
+
+    fn can_run(&self, lane: Lane) -> bool {
+        self.admitted && !self.ended && !self.paused && self.in_flight.is_none() && self.lane() == Some(lane)
+    }
+}
+
+/// Decides which tokens of which sequences are computed next.
+#[derive(Debug)]
+pub struct Scheduler {
+    limits: Limits,
+    sequences: BTreeMap<RequestId, Entry>,
+    arrivals: u64,
+    in_flight: BTreeMap<Lane, Vec<RequestId>>,
+    pace: Pace,
+    preemptions: u64,
+}
+
+impl Scheduler {
+    /// # Panics
+    ///
+    /// If the limits allow nothing at all.
+    pub fn new(limits: Limits) -> Self {
+        assert!(limits.max_running > 0, "somebody must be allowed to run");
+        let limits = Limits { budget_tokens: limits.budget_tokens.max(limits.geometry.step), ..limits };
+        let pace = Pace::new(limits.max_itl_us);
+        Self { limits, sequences: BTreeMap::new(), arrivals: 0, in_flight: BTreeMap::new(), pace, preemptions: 0 }
+    }
+
+    pub fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// Sequences that wait for their first admission or, preempted, for the next.
+    pub fn num_queued(&self) -> usize {
+        self.sequences.values().filter(|entry| !entry.admitted && !entry.ended).count()
+    }
+
+    /// Sequences with state.
+    pub fn num_running(&self) -> usize {
+        self.sequences.values().filter(|entry| entry.admitted).count()
+    }
+
+    /// How often a sequence had to give its state back.
+    pub fn num_preemptions(&self) -> u64 {
+        self.preemptions
+    }
+
+    /// Takes a sequence.
+    ///
+    /// # Errors
+    ///
+    /// If the queue is full, or the sequence could never run.
+    ///
+    /// # Panics
+    ///
+    /// If the id is taken or there is no token.
+    pub fn submit(&mut self, id: RequestId, new: NewSequence) -> Result<(), Refusal> {
+        assert!(new.tokens > 0, "a sequence has at least one token");
+        let need_bytes = self.bytes_of(new.tokens + 1);
+        if need_bytes > self.limits.state_bytes {
+            return Err(Refusal::NeverFits { need_bytes, limit_bytes: self.limits.state_bytes });
+        }
+        let queued = self.num_queued();
+        if queued >= self.limits.max_queued {
+            return Err(Refusal::QueueFull { queued, limit: self.limits.max_queued });
+        }
+        let entry = Entry {
+            arrival: self.arrivals,
+            urgency: new.urgency,
+            deadline_us: new.deadline_us,
+            tokens: new.tokens,
+            computed: 0,
+            admitted: false,
+            started: false,
+            in_flight: None,
+            paused: false,
+            ended: false,
+            passed_over: 0,
+        };
+        self.arrivals += 1;
+        assert!(self.sequences.insert(id, entry).is_none(), "{id} is here already");
+        Ok(())
+    }
+
+    /// Seconds after which trying again may make sense for one who is refused now; at least 1.
+    pub fn retry_after_s(&self) -> u64 {
+        let waiting: usize =
+            self.sequences.values().filter(|e| !e.ended).map(|e| e.remaining().saturating_sub(1)).sum();
+        self.pace.prefill_us(waiting as u64).div_ceil(1_000_000).clamp(1, 600)
+    }
+
+    /// Sequences whose deadline passed before they started. The caller ends them.
+    pub fn expired(&self, now_us: u64) -> Vec<RequestId> {
+        let late = |e: &Entry| {
+            !e.ended && !e.admitted && !e.started && e.deadline_us.is_some_and(|deadline| now_us >= deadline)
+        };
+        self.sequences.iter().filter(|(_, entry)| late(entry)).map(|(id, _)| *id).collect()
+    }
+
+    /// Starts as many waiting sequences as places and memory allow: urgent before others, then by ageing, then the
+    /// shortest. Each is returned once; the caller looks its prefix up and reports [`Self::attached`].
+    pub fn admit(&mut self) -> Vec<RequestId> {
+        let mut order: Vec<RequestId> =
+            self.sequences.iter().filter(|(_, e)| !e.admitted && !e.ended).map(|(id, _)| *id).collect();
+        order.sort_by_key(|id| Self::rank(&self.sequences[id]));
+        let mut admitted = Vec::new();
+        let mut free = self.limits.state_bytes.saturating_sub(self.reserved_bytes());
+        for (running, id) in (self.num_running()..).zip(order) {
+            let need = self.bytes_of(self.sequences[&id].tokens + 1);
+            // Room for those who run to grow by a block, or they would soon take it back.
+            let reserve = running as u64 * self.limits.state_cost.bytes_per_block;
+            // Nobody overtakes for want of memory: a small one that slips in again and again would keep a large one out.
+            if running >= self.limits.max_running || need.saturating_add(reserve) > free {
+                break;
+            }
+            free -= need;
+            let entry = self.sequences.get_mut(&id).expect("listed above");
+            (entry.admitted, entry.started) = (true, true);
+            admitted.push(id);
+        }
+        admitted
+    }
+
+    /// The state of an admitted sequence starts with `computed` tokens.
+    ///
+    /// # Panics
+    ///
+    /// If not at least one token is left to compute, or it has computed some already.
+    pub fn attached(&mut self, id: RequestId, computed: usize) {
+        let entry = self.sequences.get_mut(&id).expect("an admitted sequence");
+        assert!(entry.admitted && entry.computed == 0 && computed < entry.tokens, "{id} resumes at {computed}");
+        entry.computed = computed;
+    }
+
+    /// The next step of a lane, for which nothing may be in flight there.
+    ///
+    /// # Panics
+    ///
+    /// If a step of the lane is in flight.
+    pub fn plan(&mut self, lane: Lane, now_us: u64) -> StepPlan {
+        assert!(!self.in_flight.contains_key(&lane), "one step of a lane at a time");
+        let plan = match lane {
+            Lane::Decode => self.plan_decode(now_us),
+            Lane::Prefill => StepPlan { parts: self.plan_prefill(), ..StepPlan::default() },
+        };
+        for part in &plan.parts {
+            let entry = self.sequences.get_mut(&part.request).expect("planned above");
+            entry.in_flight = Some((lane, part.chunk.width));
+        }
+        if !plan.parts.is_empty() {
+            self.in_flight.insert(lane, plan.parts.iter().map(|part| part.request).collect());
+        }
+        plan
+    }
+
+    /// When a decode step that [`Self::plan`] held back for the sake of a prefill step is due, if one is.
+    pub fn next_due_us(&self) -> Option<u64> {
+        let waits = self.sequences.values().any(|entry| entry.can_run(Lane::Decode));
+        let due = waits && self.in_flight.contains_key(&Lane::Prefill) && !self.in_flight.contains_key(&Lane::Decode);
+        due.then(|| self.pace.decode_due_us(self.rows_of_prefill())).flatten()
+    }
+
+    fn rows_of_prefill(&self) -> usize {
+        let ids = self.in_flight.get(&Lane::Prefill).into_iter().flatten();
+        ids.filter_map(|id| self.sequences.get(id)?.in_flight).map(|(_, width)| width).sum()
+    }
+
+    fn plan_decode(&mut self, now_us: u64) -> StepPlan {
+        let mut plan = StepPlan::default();
+        if self.next_due_us().is_some_and(|due| now_us < due) {
+            return plan;
+        }
+        self.make_room(&mut plan);
+        for (id, entry) in self.sequences.iter().filter(|(_, entry)| entry.can_run(Lane::Decode)) {
+            let chunk = ChunkRecord { start: entry.computed, width: 1, narrowed_by: Vec::new() };
+            plan.parts.push(Part { request: *id, chunk });
+        }
+        if plan.parts.is_empty() && !self.in_flight.contains_key(&Lane::Prefill) {
+            self.pace.idle();
+        }
+        plan
+    }
+
+    /// Takes state back until what the running sequences hold fits: least urgent first, then the youngest.
+    fn make_room(&mut self, plan: &mut StepPlan) {
+        while self.reserved_bytes() > self.limits.state_bytes {
+            let victims = self.sequences.iter().filter(|(_, e)| e.admitted && !e.ended && e.in_flight.is_none());
+            let victim = victims.min_by_key(|(_, e)| (e.urgency, Reverse(e.arrival))).map(|(id, _)| *id);
+            let Some(id) = victim else { return };
+            if self.bytes_of(self.sequences[&id].tokens + 1) > self.limits.state_bytes {
+                // It would never come back.
+                self.sequences.remove(&id);
+                plan.exhausted.push(id);
+                continue;
+            }
+            let entry = self.sequences.get_mut(&id).expect("found above");
+            entry.admitted = false;
+            entry.computed = 0;
+            self.preemptions += 1;
+            plan.preempted.push(id);
+        }
+    }
+
+    fn plan_prefill(&mut self) -> Vec<Part> {
+        let mut order: Vec<RequestId> =
+            self.sequences.iter().filter(|(_, e)| e.can_run(Lane::Prefill)).map(|(id, _)| *id).collect();
+        order.sort_by_key(|id| Self::rank(&self.sequences[id]));
+        // Only streams that wait for tokens are a reason to narrow.
+        let streams =
+            self.sequences.values().any(|e| e.admitted && !e.ended && !e.paused && e.lane() == Some(Lane::Decode));
+        let halvings = if streams { self.pace.halvings(self.limits.geometry.step) } else { 0 };
+        let mut budget = self.limits.budget_tokens >> halvings;
+        let mut parts = Vec::new();
+        for id in order {
+            let entry = self.sequences.get_mut(&id).expect("listed above");
+            let chunk = chunk_of(&self.limits.geometry, entry, halvings);
+            // A chunk goes in whole or not at all: its edges are not to depend on its neighbours.
+            if chunk.width <= budget {
+                budget -= chunk.width;
+                entry.passed_over = 0;
+                parts.push(Part { request: id, chunk });
+            } else {
+                entry.passed_over += 1;
+            }
+        }
+        parts
+    }
+
+    /// Urgent ones first; among them those passed over too often, oldest first; then the shortest remainder.
+    fn rank(entry: &Entry) -> (Reverse<Urgency>, bool, u64, u64) {
+        let aged = entry.passed_over >= MAX_PASSED_OVER;
+        let length = if aged { 0 } else { entry.remaining() as u64 };
+        (Reverse(entry.urgency), !aged, length, entry.arrival)
+    }
+
+    /// A step of `lane` is done: the KV of its tokens exists. Sequences that ended meanwhile are forgotten; they are
+    /// returned, since only now may their state be freed.
+    ///
+    /// # Panics
+    ///
+    /// If no such step is in flight.
+    pub fn complete(&mut self, lane: Lane, now_us: u64, elapsed_us: u64, longest_node_us: u64) -> Vec<RequestId> {
+        let beside_prefill = self.in_flight.contains_key(&Lane::Prefill);
+        let ids = self.in_flight.remove(&lane).expect("a step in flight");
+        let (mut gone, mut rows) = (Vec::new(), 0);
+        for id in ids {
+            let entry = self.sequences.get_mut(&id).expect("sequences outlive their steps");
+            let (_, width) = entry.in_flight.take().expect("in the step");
+            entry.computed += width;
+            rows += width;
+            if entry.ended {
+                self.sequences.remove(&id);
+                gone.push(id);
+            }
+        }
+        match lane {
+            Lane::Decode => self.pace.decoded(now_us, elapsed_us, beside_prefill),
+            Lane::Prefill => self.pace.prefilled(rows, elapsed_us, longest_node_us),
+        }
+        gone
+    }
+
+    /// A step of `lane` failed or was refused: its sequences are forgotten, whatever state they had.
+    ///
+    /// # Panics
+    ///
+    /// If no such step is in flight.
+    pub fn abandon(&mut self, lane: Lane) {
+        for id in self.in_flight.remove(&lane).expect("a step in flight") {
+            self.sequences.remove(&id);
+        }
+    }
+
+    /// The sequence has one more token, which is not yet computed.
+    ///
+    /// # Panics
+    ///
+    /// If the token before it is not yet computed.
+    pub fn push_token(&mut self, id: RequestId) {
+        let entry = self.sequences.get_mut(&id).expect("a live sequence");
+        assert_eq!(entry.computed, entry.tokens, "{id} gets tokens one at a time");
+        entry.tokens += 1;
+    }
+
+    /// While paused, a sequence is in no step; it keeps its state unless memory runs out.
+    pub fn set_paused(&mut self, id: RequestId, paused: bool) {
+        if let Some(entry) = self.sequences.get_mut(&id) {
+            entry.paused = paused;
+        }
+    }
+
+    /// The sequence has ended, at any moment. True if its state may be freed now; otherwise [`Self::complete`] says when.
+    pub fn end(&mut self, id: RequestId) -> bool {
+        let Some(entry) = self.sequences.get_mut(&id) else { return true };
+        entry.ended = true;
+        if entry.in_flight.is_some() {
+            return false;
+        }
+        self.sequences.remove(&id);
+        true
+    }
+
+    /// Leading tokens of a sequence whose KV exists.
+    pub fn num_computed_tokens(&self, id: RequestId) -> usize {
+        self.sequences.get(&id).map_or(0, |entry| entry.computed)
+    }
+
+    /// Whether a sequence has ever been forgotten is not remembered: false for unknown ids.
+    pub fn is_admitted(&self, id: RequestId) -> bool {
+        self.sequences.get(&id).is_some_and(|entry| entry.admitted)
+    }
+
+    /// True if no step is in flight and none can be planned until something comes in.
+    pub fn is_idle(&self) -> bool {
+        let runnable = |e: &Entry| e.can_run(Lane::Decode) || e.can_run(Lane::Prefill);
+        self.in_flight.is_empty() && !self.sequences.values().any(runnable)
+    }
+
+    /// Bytes that a sequence of `tokens` tokens may hold.
+    pub fn bytes_of(&self, tokens: usize) -> u64 {
+        self.limits.state_cost.bytes_of(tokens, self.limits.geometry.block)
+    }
+
+    /// Bytes set aside for sequences with state. One token more than is known, since a step adds one.
+    pub fn reserved_bytes(&self) -> u64 {
+        self.sequences.values().filter(|e| e.admitted).map(|e| self.bytes_of(e.tokens + 1)).sum()
+    }
+
+    /// # Panics
+    ///
+    /// If the books do not add up.
+    pub fn check_invariants(&self) {
+        assert!(self.num_running() <= self.limits.max_running, "more run than may");
+        for (id, entry) in &self.sequences {
+            let limit = entry.tokens;
+            assert!(entry.computed <= limit, "{id} has computed {} of {limit} tokens", entry.computed);
+            assert!(entry.admitted || entry.in_flight.is_none(), "{id} computes without state");
+            assert!(entry.admitted || entry.computed == 0, "{id} has progress without state");
+            let listed = |(lane, _): (Lane, usize)| self.in_flight.get(&lane).is_some_and(|ids| ids.contains(id));
+            assert!(entry.in_flight.is_none_or(listed), "{id} is in a step nobody knows");
+            assert!(!entry.ended || entry.in_flight.is_some(), "{id} has ended and is still here");
+        }
+        for (lane, ids) in &self.in_flight {
+            for id in ids {
+                let entry = self.sequences.get(id).expect("sequences outlive their steps");
+                assert_eq!(entry.in_flight.map(|(lane, _)| lane), Some(*lane), "{id} is not in the step that names it");
+            }
+        }
+    }
+}
+
+/// The next chunk of a sequence (hybrid spec 10.2): from the step's width, narrowed by one rule after another.
+fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: u32) -> ChunkRecord {
+    let start = entry.computed;
+    let mut chunk = ChunkRecord { start, width: geometry.step, narrowed_by: Vec::new() };
+    let mut narrow = |rule, after: usize| {
+        if after < chunk.width {
+            chunk.narrowed_by.push(Narrowing { rule, before: chunk.width, after });
+            chunk.width = after;
+        }
+    };
+    let step = geometry.narrowed(halvings);
+    narrow(Rule::MaxItl, step);
+    narrow(Rule::Alignment, step - start % step);
+    // The last token goes through the decode lane.
+    narrow(Rule::Remaining, entry.remaining() - 1);
+    chunk
+}

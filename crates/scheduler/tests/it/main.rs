@@ -1,0 +1,294 @@
+//! The scheduler alone, on a virtual clock: a step of a lane takes as long as its rows.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+use troika_base::RequestId;
+use troika_scheduler::{
+    Geometry, GeometryRequest, Lane, Limits, NewSequence, Refusal, Rule, Scheduler, StateCost, Urgency,
+};
+
+const STEP: usize = 512;
+const CHUNK_US: u64 = 100_000;
+
+fn geometry(step: usize) -> Geometry {
+    let request =
+        GeometryRequest { tile: None, step, honour_step: false, block: 128, cache: true, snapshot_spacing: 2048 };
+    Geometry::resolve(&request, |_| true)
+}
+
+fn limits() -> Limits {
+    Limits {
+        geometry: geometry(STEP),
+        budget_tokens: STEP,
+        max_running: 16,
+        max_queued: 64,
+        max_itl_us: 200_000,
+        state_bytes: u64::MAX,
+        state_cost: StateCost { fixed_bytes: 1000, bytes_per_block: 100 },
+    }
+}
+
+fn new(tokens: usize) -> NewSequence {
+    NewSequence { tokens, urgency: Urgency::Normal, deadline_us: None }
+}
+
+/// Sequences, each of which wants some tokens after its prompt, computed on a virtual clock.
+struct World {
+    scheduler: Scheduler,
+    now_us: u64,
+    wanted: BTreeMap<RequestId, usize>,
+    /// Lane, time it is done.
+    in_flight: Vec<(Lane, u64, u64, Vec<RequestId>)>,
+    first_token_us: BTreeMap<RequestId, u64>,
+    gaps_us: Vec<u64>,
+    last_token_us: BTreeMap<RequestId, u64>,
+    chunks: Vec<(RequestId, troika_scheduler::ChunkRecord)>,
+}
+
+impl World {
+    fn new(limits: Limits) -> Self {
+        Self {
+            scheduler: Scheduler::new(limits),
+            now_us: 0,
+            wanted: BTreeMap::new(),
+            in_flight: Vec::new(),
+            first_token_us: BTreeMap::new(),
+            gaps_us: Vec::new(),
+            last_token_us: BTreeMap::new(),
+            chunks: Vec::new(),
+        }
+    }
+
+    fn submit(&mut self, id: u64, tokens: usize, wanted: usize) {
+        self.scheduler.submit(RequestId(id), new(tokens)).expect("taken");
+        self.wanted.insert(RequestId(id), wanted);
+    }
+
+    /// Plans what can be planned, then lets the earliest step finish. False if nothing is left to do.
+    fn advance(&mut self) -> bool {
+        self.scheduler.admit();
+        for lane in [Lane::Decode, Lane::Prefill] {
+            if self.in_flight.iter().any(|(other, ..)| *other == lane) {
+                continue;
+            }
+            let plan = self.scheduler.plan(lane, self.now_us);
+            self.scheduler.check_invariants();
+            for id in &plan.exhausted {
+                self.wanted.remove(id);
+            }
+            if plan.parts.is_empty() {
+                continue;
+            }
+            let rows: usize = plan.parts.iter().map(|part| part.chunk.width).sum();
+            let took = match lane {
+                Lane::Decode => 20_000,
+                Lane::Prefill => CHUNK_US * rows as u64 / STEP as u64 + 1,
+            };
+            // A decode step in between pushes a prefill step back.
+            if lane == Lane::Decode {
+                self.in_flight.iter_mut().for_each(|(_, done, ..)| *done += took);
+            }
+            let ids = plan.parts.iter().map(|part| part.request).collect();
+            if lane == Lane::Prefill {
+                self.chunks.extend(plan.parts.into_iter().map(|part| (part.request, part.chunk)));
+            }
+            self.in_flight.push((lane, self.now_us + took, took, ids));
+        }
+        let due = self.scheduler.next_due_us();
+        let next = (0..self.in_flight.len()).min_by_key(|i| self.in_flight[*i].1);
+        let Some(next) = next else { return false };
+        if let Some(due) = due
+            && due < self.in_flight[next].1
+        {
+            self.now_us = self.now_us.max(due);
+            return true;
+        }
+        let (lane, done, took, ids) = self.in_flight.remove(next);
+        self.now_us = self.now_us.max(done);
+        let node_us = took / 20;
+        self.scheduler.complete(lane, self.now_us, took, node_us);
+        if lane == Lane::Decode {
+            for id in ids {
+                self.token(id);
+            }
+        }
+        self.scheduler.check_invariants();
+        true
+    }
+
+    fn token(&mut self, id: RequestId) {
+        self.first_token_us.entry(id).or_insert(self.now_us);
+        if let Some(last) = self.last_token_us.insert(id, self.now_us) {
+            self.gaps_us.push(self.now_us - last);
+        }
+        let Some(left) = self.wanted.get_mut(&id) else { return };
+        *left -= 1;
+        if *left == 0 {
+            self.wanted.remove(&id);
+            self.scheduler.end(id);
+        } else {
+            self.scheduler.push_token(id);
+        }
+    }
+}
+
+#[test]
+fn chunks_end_at_multiples_of_the_step_also_after_a_hit() {
+    let mut world = World::new(limits());
+    world.scheduler.submit(RequestId(1), new(1500)).expect("taken");
+    world.wanted.insert(RequestId(1), 1);
+    assert_eq!(world.scheduler.admit(), [RequestId(1)]);
+    world.scheduler.attached(RequestId(1), 384);
+    while world.advance() {}
+    let edges: Vec<(usize, usize)> = world.chunks.iter().map(|(_, chunk)| (chunk.start, chunk.width)).collect();
+    assert_eq!(edges, [(384, 128), (512, 512), (1024, 475)], "the last token goes through the decode lane");
+    let rules: Vec<Rule> = world.chunks.iter().flat_map(|(_, c)| c.narrowed_by.iter().map(|n| n.rule)).collect();
+    assert_eq!(rules, [Rule::Alignment, Rule::Remaining]);
+    let narrowing = world.chunks[0].1.narrowed_by[0];
+    assert_eq!((narrowing.before, narrowing.after), (512, 128));
+}
+
+#[test]
+fn short_prompts_overtake_a_long_one_and_streams_go_on() {
+    let mut world = World::new(limits());
+    world.submit(1, 10, 100_000);
+    world.submit(2, 50 * STEP + 1, 2);
+    let mut submitted = BTreeMap::new();
+    let mut next = 10;
+    while world.advance() {
+        // Ten prompts of one chunk, one after another.
+        let due = world.now_us > 450_000 * (next - 9);
+        if next < 20 && due {
+            submitted.insert(RequestId(next), world.now_us);
+            world.submit(next, STEP, 4);
+            next += 1;
+        }
+        if world.first_token_us.len() == 12 {
+            break;
+        }
+    }
+    let mut waits: Vec<u64> = submitted.iter().map(|(id, at)| world.first_token_us[id] - at).collect();
+    waits.sort_unstable();
+    assert!(waits[waits.len() / 2] <= 3 * CHUNK_US, "median {} us", waits[waits.len() / 2]);
+    let mut gaps = world.gaps_us.clone();
+    gaps.sort_unstable();
+    let p99 = gaps[gaps.len() * 99 / 100];
+    assert!(p99 <= 240_000, "{p99} us between tokens");
+    assert!(world.chunks.iter().all(|(_, chunk)| chunk.narrowed_by.iter().all(|n| n.rule != Rule::MaxItl)));
+}
+
+#[test]
+fn a_node_that_would_break_the_bound_narrows_the_chunk() {
+    let limits = Limits { max_itl_us: 30_000, ..limits() };
+    let mut scheduler = Scheduler::new(limits);
+    scheduler.submit(RequestId(1), new(1)).expect("taken");
+    scheduler.submit(RequestId(2), new(4 * STEP)).expect("taken");
+    scheduler.admit();
+    assert_eq!(scheduler.plan(Lane::Prefill, 0).parts[0].chunk.width, STEP, "nothing is known yet");
+    scheduler.complete(Lane::Prefill, 100_000, 100_000, 60_000);
+    let chunk = &scheduler.plan(Lane::Prefill, 100_000).parts[0].chunk;
+    assert_eq!((chunk.start, chunk.width), (STEP, STEP / 2));
+    assert_eq!(chunk.narrowed_by[0].rule, Rule::MaxItl);
+}
+
+/// However many short prompts keep coming, a long one is in every fifth step at least.
+#[test]
+fn nobody_starves() {
+    let mut world = World::new(limits());
+    world.submit(1, 20 * STEP, 1);
+    let mut id = 2;
+    for _ in 0..400 {
+        while world.scheduler.num_queued() + world.scheduler.num_running() < 6 {
+            world.submit(id, 400, 1);
+            id += 1;
+        }
+        if !world.advance() || world.first_token_us.contains_key(&RequestId(1)) {
+            break;
+        }
+    }
+    assert!(world.first_token_us.contains_key(&RequestId(1)), "after 400 events the long prompt is through");
+}
+
+#[test]
+fn a_full_queue_and_a_hopeless_prompt_are_answers() {
+    let limits = Limits { max_queued: 2, state_bytes: 2000, ..limits() };
+    let mut scheduler = Scheduler::new(limits);
+    assert_eq!(
+        scheduler.submit(RequestId(1), new(128 * 11)),
+        Err(Refusal::NeverFits { need_bytes: 2200, limit_bytes: 2000 })
+    );
+    for id in 2..4 {
+        scheduler.submit(RequestId(id), new(10)).expect("taken");
+    }
+    assert_eq!(scheduler.submit(RequestId(4), new(10)), Err(Refusal::QueueFull { queued: 2, limit: 2 }));
+    assert!(scheduler.retry_after_s() >= 1);
+    assert_eq!(scheduler.admit(), [RequestId(2)], "the second would not leave room to grow");
+}
+
+#[test]
+fn urgent_ones_first_and_late_ones_not_at_all() {
+    let mut scheduler = Scheduler::new(Limits { max_running: 1, ..limits() });
+    scheduler.submit(RequestId(1), new(10)).expect("taken");
+    scheduler.submit(RequestId(2), NewSequence { deadline_us: Some(5), ..new(9) }).expect("taken");
+    scheduler.submit(RequestId(3), NewSequence { urgency: Urgency::High, ..new(5000) }).expect("taken");
+    assert_eq!(scheduler.admit(), [RequestId(3)]);
+    assert_eq!(scheduler.expired(4), []);
+    assert_eq!(scheduler.expired(5), [RequestId(2)]);
+}
+
+#[test]
+fn geometry_widens_to_the_tile_and_says_what_limits_it() {
+    let request = GeometryRequest {
+        tile: Some(4096),
+        step: 2048,
+        honour_step: false,
+        block: 128,
+        cache: true,
+        snapshot_spacing: 1024,
+    };
+    let widened = Geometry::resolve(&request, |_| true);
+    assert_eq!((widened.step, widened.granule, widened.block), (4096, 4096, 128));
+    assert!(widened.reachable && widened.limited_by.is_none());
+    let kept = Geometry::resolve(&GeometryRequest { honour_step: true, ..request }, |_| true);
+    assert_eq!((kept.step, kept.reachable, kept.limited_by), (2048, false, Some(Rule::UserLimit)));
+    let small = Geometry::resolve(&GeometryRequest { step: 10_000, ..request }, |rows| rows <= 1000);
+    assert_eq!((small.step, small.reachable, small.limited_by), (512, false, Some(Rule::Memory)));
+    let text = small.to_string();
+    assert!(text.contains("tile 4096, step 10000→512, block 128, granule 1024, reachable=no, limiting rule memory"));
+    let uncached = Geometry::resolve(&GeometryRequest { tile: None, cache: false, step: 300, ..request }, |_| true);
+    assert_eq!((uncached.step, uncached.granule), (300, 0));
+}
+
+proptest! {
+    /// Whatever comes, whatever memory there is: every sequence gets its tokens, and the books add up at every step.
+    #[test]
+    fn everybody_gets_through(
+        prompts in prop::collection::vec((1usize..3000, 1usize..300), 1..12),
+        state_bytes in 4000u64..20_000,
+        max_running in 1usize..6,
+        cancel in 0usize..12,
+        cancel_after in 0usize..60,
+    ) {
+        let mut world = World::new(Limits { state_bytes, max_running, ..limits() });
+        let mut taken = 0;
+        for (id, (tokens, wanted)) in prompts.iter().enumerate() {
+            if world.scheduler.submit(RequestId(id as u64), new(*tokens)).is_ok() {
+                world.wanted.insert(RequestId(id as u64), *wanted);
+                taken += 1;
+            }
+        }
+        let mut events = 0;
+        while world.advance() {
+            events += 1;
+            if events == cancel_after && world.wanted.remove(&RequestId(cancel as u64)).is_some() {
+                world.scheduler.end(RequestId(cancel as u64));
+                world.scheduler.check_invariants();
+            }
+            prop_assert!(events < 100_000, "it goes round in circles");
+        }
+        prop_assert!(world.wanted.is_empty(), "{:?} of {taken} wait for ever", world.wanted);
+        prop_assert_eq!(world.scheduler.num_running() + world.scheduler.num_queued(), 0);
+        prop_assert_eq!(world.scheduler.reserved_bytes(), 0);
+    }
+}

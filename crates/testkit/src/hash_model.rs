@@ -1,0 +1,309 @@
+//! A model that computes nothing: its rows are hashes, and its next token hashes the rows it read back.
+//!
+//! The state is the real one, blocks, boundaries and all, so a row that is missing, stale or somebody else's changes the
+//! tokens. Steps take time on a virtual clock, and fail when told to.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use troika_base::{SequenceId, StepId};
+use troika_device::state::{LayerShape, LayerState, Pool, PoolShape};
+use troika_device::{SequenceState, StateShape};
+use troika_engine::{Chunk, RunnerError, StepResult, StepRunner, WantLogits};
+use troika_graph::Scope;
+use troika_runtime::{ExecutorError, Priority, Ticket};
+
+/// Tokens of the model.
+pub const VOCAB_SIZE: usize = 64;
+const WINDOW: usize = 24;
+/// Compressed rows that a token looks at.
+const NUM_READ: u64 = 6;
+
+/// Which kinds of state the model has; one variant each, and all together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kinds {
+    /// Window rows only.
+    Window,
+    /// Rows of 4 tokens with an overlap lane, and index rows that choose among them.
+    Index,
+    /// Rows of 128 tokens.
+    Compressed,
+    /// Everything.
+    All,
+}
+
+impl Kinds {
+    /// What such a model keeps.
+    pub fn shape(self) -> StateShape {
+        let pool = |ratio, overlap| Some(PoolShape { ratio, dim: 2, overlap });
+        let window = LayerShape { head_dim: 2, window: WINDOW, compressed: None, index: None };
+        let index = LayerShape { compressed: pool(4, true), index: pool(4, true), ..window };
+        let compressed = LayerShape { compressed: pool(128, false), ..window };
+        let layers = match self {
+            Self::Window => vec![window],
+            Self::Index => vec![index, index],
+            Self::Compressed => vec![compressed],
+            Self::All => vec![window, index, compressed],
+        };
+        StateShape { layers: layers.into_iter().enumerate().map(|(i, l)| (Scope::Layer(i as u16), l)).collect() }
+    }
+}
+
+/// A mistake in the plumbing, planted to see whether the simulation finds it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bug {
+    /// A sequence that resumes starts with an empty window.
+    WindowNotRestored,
+    /// A sequence that resumes lacks the overlap lane.
+    LaneNotRestored,
+    /// A new sequence gets the memory of one that is gone, uncleared.
+    RecycledUncleared,
+}
+
+/// Steps of hashes on a virtual clock.
+pub struct HashModel {
+    shape: StateShape,
+    bug: Option<Bug>,
+    sequences: BTreeMap<SequenceId, Arc<SequenceState>>,
+    dropped: Vec<Arc<SequenceState>>,
+    in_flight: Vec<Running>,
+    next: u64,
+    /// Microseconds.
+    pub now_us: u64,
+    /// Steps until one fails.
+    pub fails_in: Option<u32>,
+    /// Tokens computed.
+    pub num_rows: u64,
+}
+
+struct Running {
+    ticket: Ticket,
+    priority: Priority,
+    done_us: u64,
+    took_us: u64,
+    chunks: Vec<(SequenceId, usize)>,
+    logits: Vec<Vec<f32>>,
+    fails: bool,
+}
+
+impl HashModel {
+    /// A model at time 0.
+    pub fn new(kinds: Kinds, bug: Option<Bug>) -> Self {
+        Self {
+            shape: kinds.shape(),
+            bug,
+            sequences: BTreeMap::new(),
+            dropped: Vec::new(),
+            in_flight: Vec::new(),
+            next: 0,
+            now_us: 0,
+            fails_in: None,
+            num_rows: 0,
+        }
+    }
+
+    /// Sequences with state.
+    pub fn num_sequences(&self) -> usize {
+        self.sequences.len()
+    }
+
+    /// What `prompt` is followed by if it is alone in the world.
+    pub fn expected(kinds: Kinds, prompt: &[u32], max_new_tokens: usize) -> Vec<u32> {
+        let state = SequenceState::new(&kinds.shape());
+        let mut next = 0;
+        for (position, token) in prompt.iter().enumerate() {
+            next = compute(&state, position, *token);
+        }
+        state.commit(prompt.len());
+        let mut answer = Vec::new();
+        while answer.len() < max_new_tokens {
+            let token = (next % VOCAB_SIZE as u64) as u32;
+            answer.push(token);
+            next = compute(&state, prompt.len() + answer.len() - 1, token);
+            state.commit(1);
+        }
+        answer
+    }
+}
+
+impl StepRunner for HashModel {
+    fn state_shape(&self) -> &StateShape {
+        &self.shape
+    }
+
+    fn numeric_class(&self) -> String {
+        "hash".to_owned()
+    }
+
+    fn step_bytes(&self, _rows: usize) -> u64 {
+        0
+    }
+
+    fn new_sequence(&mut self) -> SequenceId {
+        if self.bug == Some(Bug::RecycledUncleared)
+            && let Some(state) = self.dropped.pop()
+        {
+            // Only the count is cleared: rows of the last owner stay in windows and tails.
+            let old = SequenceState::new(&self.shape);
+            for scope in self.shape.layers.keys() {
+                *old.layer(*scope) = state.layer(*scope).clone();
+            }
+            return self.adopt(old);
+        }
+        self.adopt(SequenceState::new(&self.shape))
+    }
+
+    fn adopt(&mut self, state: SequenceState) -> SequenceId {
+        for scope in self.shape.layers.keys() {
+            let layer = &mut *state.layer(*scope);
+            let len = state.len();
+            if self.bug == Some(Bug::WindowNotRestored) && len > 0 {
+                let first = layer.window.first();
+                layer.window.append(first, &vec![0.0; (len - first) * 2]);
+            }
+            if self.bug == Some(Bug::LaneNotRestored) && len > 0 {
+                pools(layer).for_each(|pool| pool.trim(len + 4));
+            }
+        }
+        let id = SequenceId(self.next);
+        self.next += 1;
+        self.sequences.insert(id, Arc::new(state));
+        id
+    }
+
+    fn sequence_state(&self, sequence: SequenceId) -> Result<Arc<SequenceState>, RunnerError> {
+        self.sequences.get(&sequence).cloned().ok_or(RunnerError::Sequence(sequence))
+    }
+
+    fn drop_sequence(&mut self, sequence: SequenceId) {
+        if let Some(state) = self.sequences.remove(&sequence) {
+            self.dropped.truncate(3);
+            self.dropped.push(state);
+        }
+    }
+
+    fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError> {
+        let mut logits = Vec::new();
+        let mut parts = Vec::new();
+        let mut rows = 0;
+        for chunk in chunks {
+            let state = self.sequence_state(chunk.sequence)?;
+            let mut next = 0;
+            for (index, token) in chunk.tokens.iter().enumerate() {
+                next = compute(&state, state.len() + index, *token);
+            }
+            for scope in self.shape.layers.keys() {
+                let end = state.len() + chunk.tokens.len();
+                pools(&mut state.layer(*scope)).for_each(|pool| pool.trim(end));
+            }
+            let mut row = vec![0.0; VOCAB_SIZE];
+            row[(next % VOCAB_SIZE as u64) as usize] = 1.0;
+            logits.push(if chunk.logits == WantLogits::No { Vec::new() } else { row });
+            parts.push((chunk.sequence, chunk.tokens.len()));
+            rows += chunk.tokens.len();
+        }
+        self.num_rows += rows as u64;
+        let took_us = 1000 + 20 * rows as u64;
+        if priority == Priority::Decode {
+            self.in_flight.iter_mut().for_each(|step| step.done_us += took_us);
+        }
+        let fails = self.fails_in == Some(0);
+        self.fails_in = self.fails_in.map(|left| left.saturating_sub(1)).filter(|_| !fails);
+        let ticket = Ticket(StepId(self.next));
+        self.next += 1;
+        let done_us = self.now_us + took_us;
+        self.in_flight.push(Running { ticket, priority, done_us, took_us, chunks: parts, logits, fails });
+        Ok(ticket)
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<StepResult>, RunnerError> {
+        let first = (0..self.in_flight.len()).min_by_key(|i| (self.in_flight[*i].done_us, self.in_flight[*i].priority));
+        let Some(first) = first else { return Err(ExecutorError::Idle.into()) };
+        if let Some(timeout) = timeout {
+            let until = self.now_us + timeout.as_micros() as u64;
+            if until < self.in_flight[first].done_us {
+                self.now_us = until;
+                return Ok(None);
+            }
+        }
+        let step = self.in_flight.remove(first);
+        self.now_us = self.now_us.max(step.done_us);
+        if step.fails {
+            step.chunks.iter().for_each(|(sequence, _)| self.drop_sequence(*sequence));
+            return Err(ExecutorError::Node { step: step.ticket.0, reason: "told to fail".to_owned() }.into());
+        }
+        for (sequence, rows) in &step.chunks {
+            self.sequences[sequence].commit(*rows);
+        }
+        let (elapsed_us, longest_node_us) = (step.took_us, step.took_us / 10);
+        Ok(Some(StepResult { ticket: step.ticket, logits: step.logits, elapsed_us, longest_node_us }))
+    }
+}
+
+fn pools(layer: &mut LayerState) -> impl Iterator<Item = &mut Pool> {
+    [&mut layer.compressed, &mut layer.index].into_iter().flatten()
+}
+
+/// Appends the rows of one token and returns the hash of everything it saw.
+fn compute(state: &SequenceState, position: usize, token: u32) -> u64 {
+    let mut hidden = mix(u64::from(token) << 32 | position as u64);
+    for layer in 0.. {
+        if layer == usize::from(u16::MAX) || !state.has_layer(Scope::Layer(layer as u16)) {
+            return hidden;
+        }
+        let layer = &mut *state.layer(Scope::Layer(layer as u16));
+        layer.window.append(position, &row_of(hidden));
+        for pool in pools(layer) {
+            let (kv, gate) = (row_of(hidden ^ 1), row_of(hidden ^ 2));
+            let lanes = pool.width() / 2;
+            pool.append(&kv.repeat(lanes), &gate.repeat(lanes));
+            if (position + 1).is_multiple_of(pool.ratio()) {
+                let row = finish_row(pool, position + 1);
+                pool.rows.push(&row);
+            }
+        }
+        for seen in (position + 1).saturating_sub(WINDOW)..=position {
+            hidden = fold(hidden, layer.window.row(seen.max(layer.window.first())));
+        }
+        for pool in pools(layer) {
+            let visible = (position + 1) / pool.ratio();
+            for read in 0..NUM_READ.min(visible as u64) {
+                let chosen = mix(hidden ^ read) as usize % visible;
+                hidden = fold(hidden, pool.rows.row(chosen));
+            }
+        }
+        hidden = mix(hidden);
+    }
+    hidden
+}
+
+/// The row of the block that ends at `end`: of its tokens, and of the block before if there is an overlap.
+fn finish_row(pool: &Pool, end: usize) -> [f32; 2] {
+    let ratio = pool.ratio();
+    let first = end.saturating_sub(if pool.width() > 2 { 2 * ratio } else { ratio });
+    let mut hash = 7;
+    for position in first..end {
+        if let Some((kv, gate)) = pool.token(position) {
+            hash = fold(fold(hash, &kv[..2]), &gate[..2]);
+        }
+    }
+    row_of(hash)
+}
+
+/// 48 bits of a hash as two floats that hold them exactly.
+fn row_of(hash: u64) -> [f32; 2] {
+    [(hash & 0xff_ffff) as f32, (hash >> 24 & 0xff_ffff) as f32]
+}
+
+fn fold(hash: u64, row: &[f32]) -> u64 {
+    row.iter().fold(hash, |hash, x| mix(hash ^ u64::from(x.to_bits())))
+}
+
+/// One round of splitmix64.
+pub(crate) fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
+}
