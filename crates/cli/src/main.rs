@@ -1,5 +1,6 @@
 //! The `troika` command. Flags are read here once into plain structs; each command has a file in `commands`.
 
+mod builtin;
 mod commands;
 mod model_source;
 mod progress;
@@ -26,6 +27,7 @@ struct Cli {
 enum Command {
     Run(commands::run::Args),
     Serve(commands::serve::Args),
+    Launch(commands::launch::Args),
     Bench(commands::bench::Args),
     Eval(commands::eval::Args),
     Logits(commands::logits::Args),
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
     let done = match cli.command {
         Command::Run(args) => commands::run::run(&args),
         Command::Serve(args) => commands::serve::run(&args),
+        Command::Launch(args) => commands::launch::run(&args),
         Command::Bench(args) => commands::bench::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::Logits(args) => commands::logits::run(&args),

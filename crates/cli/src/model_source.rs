@@ -9,9 +9,9 @@ use troika_base::NumericClass;
 use troika_device::map_file;
 use troika_engine::{Runner, RunnerOptions};
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
-use troika_prompt::Tokenizer;
+use troika_prompt::{FixedTexts, Tokenizer};
 
-use crate::progress;
+use crate::{builtin, progress};
 
 /// Which model, and how it is computed.
 #[derive(Clone, Debug, Args)]
@@ -41,31 +41,25 @@ pub(crate) struct OpenModel {
 /// Where the small files of a checkpoint are.
 enum Files {
     Dir(PathBuf),
+    BuiltIn,
 }
 
 impl ModelArgs {
     /// Opens the checkpoint and checks every weight. The tokenizer is not asked for yet.
     pub(crate) fn open(&self) -> Result<OpenModel> {
-        let dir = match &self.model {
-            Some(dir) => dir.clone(),
-            None => newest_bundled_model()?,
-        };
-        let spinner = progress::spinner(format!("opening {}", dir.display()));
-        let checkpoint = Checkpoint::open(&dir, &map_file)?;
-        let check = ScaleCheck::for_size(checkpoint.files().num_file_bytes());
-        if check == ScaleCheck::Skip {
-            tracing::info!(
-                "the checkpoint is too large to look at every scale; damaged ones would show as senseless text"
-            );
+        match &self.model {
+            Some(dir) => {
+                let spinner = progress::spinner(format!("opening {}", dir.display()));
+                let checkpoint = Checkpoint::open(dir, &map_file)?;
+                let full = dir.canonicalize().ok();
+                let name = full.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+                let model =
+                    OpenModel::new(name.unwrap_or_else(|| "model".to_owned()), &checkpoint, Files::Dir(dir.clone()));
+                spinner.finish_and_clear();
+                model
+            }
+            None => OpenModel::new(builtin::NAME.to_owned(), &builtin::checkpoint()?, Files::BuiltIn),
         }
-        let weights = WeightTable::build(&checkpoint, check)?;
-        spinner.finish_and_clear();
-        if let [first, rest @ ..] = weights.notes() {
-            tracing::warn!("{first} ({} more such notes: see `troika inspect`)", rest.len());
-        }
-        let name = dir.canonicalize().ok().and_then(|dir| Some(dir.file_name()?.to_string_lossy().into_owned()));
-        let name = name.unwrap_or_else(|| "model".to_owned());
-        Ok(OpenModel::new(name, checkpoint.config().clone(), weights, Files::Dir(dir)))
     }
 
     /// The arithmetic asked for, `default` if none was.
@@ -82,9 +76,18 @@ impl ModelArgs {
 }
 
 impl OpenModel {
-    fn new(name: String, config: ConfigFile, weights: WeightTable, files: Files) -> Self {
-        let facts = weights.facts();
-        Self { name, config, weights, facts, files }
+    fn new(name: String, checkpoint: &Checkpoint, files: Files) -> Result<Self> {
+        let check = ScaleCheck::for_size(checkpoint.files().num_file_bytes());
+        if check == ScaleCheck::Skip {
+            tracing::info!(
+                "the checkpoint is too large to look at every scale; damaged ones would show as senseless text"
+            );
+        }
+        let weights = WeightTable::build(checkpoint, check)?;
+        if let [first, rest @ ..] = weights.notes() {
+            tracing::warn!("{first} ({} more such notes: see `troika inspect`)", rest.len());
+        }
+        Ok(Self { name, config: checkpoint.config().clone(), facts: weights.facts(), weights, files })
     }
 
     /// Loads the weights onto the devices.
@@ -96,20 +99,39 @@ impl OpenModel {
     }
 
     pub(crate) fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
-        let Files::Dir(dir) = &self.files;
-        Ok(Arc::new(Tokenizer::from_file(&dir.join("tokenizer.json"))?))
+        Ok(Arc::new(match &self.files {
+            Files::Dir(dir) => Tokenizer::from_file(&dir.join("tokenizer.json"))?,
+            Files::BuiltIn => Tokenizer::from_bytes("tokenizer.json of nano", builtin::TOKENIZER)?,
+        }))
+    }
+
+    /// Fixed texts of its prompts.
+    pub(crate) fn texts(&self) -> FixedTexts {
+        let texts = match &self.files {
+            Files::Dir(dir) => FixedTexts::from_checkpoint(dir),
+            Files::BuiltIn => FixedTexts::from_source("encoding_dsv4.py of nano".into(), builtin::PROMPT_TEXTS),
+        };
+        for missing in texts.missing() {
+            tracing::info!("{missing}");
+        }
+        for name in texts.unpublished() {
+            tracing::debug!("the {name} is not the one that DeepSeek-V4 was published with");
+        }
+        texts
     }
 
     /// The checkpoint's advice on sampling: temperature and top_p of `generation_config.json`, 1 and 1 without it.
     pub(crate) fn sampling_advice(&self) -> Result<(f32, f32)> {
-        let Files::Dir(dir) = &self.files;
-        let path = dir.join("generation_config.json");
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((1.0, 1.0)),
-            Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
+        const NAME: &str = "generation_config.json";
+        let Files::Dir(dir) = &self.files else {
+            return sampling_advice(Path::new(NAME), builtin::GENERATION_CONFIG);
         };
-        sampling_advice(&path, &text)
+        let path = dir.join(NAME);
+        match std::fs::read_to_string(&path) {
+            Ok(text) => sampling_advice(&path, &text),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok((1.0, 1.0)),
+            Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+        }
     }
 }
 
@@ -125,14 +147,4 @@ fn sampling_advice(path: &Path, text: &str) -> Result<(f32, f32)> {
     };
     let greedy = json.get("do_sample") == Some(&serde_json::Value::Bool(false));
     Ok((if greedy { 0.0 } else { number("temperature", 100.0)? }, number("top_p", 1.0)?))
-}
-
-/// The newest checkpoint under `models/`.
-fn newest_bundled_model() -> Result<PathBuf> {
-    let dirs = std::fs::read_dir("models").into_iter().flatten().flatten().map(|entry| entry.path());
-    let with_time = dirs.filter_map(|dir| Some((dir.join("config.json").metadata().ok()?.modified().ok()?, dir)));
-    let Some((_, dir)) = with_time.max() else {
-        bail!("no model: give one with --model DIR, or make one with `troika synth --preset mini models/mini`");
-    };
-    Ok(dir)
 }

@@ -15,12 +15,31 @@ pub struct Sampling {
     pub min_p: f32,
     /// Randomness is keyed by this and the position, so neighbours in a batch cannot change a token.
     pub seed: u64,
+    /// Taken off a token's logit for every time it was generated; -2 to 2, 0 = off.
+    pub frequency_penalty: f32,
+    /// Taken off a token's logit if it was generated at all; -2 to 2, 0 = off.
+    pub presence_penalty: f32,
+    /// What the logit of a token of the prompt or the answer is divided by if positive, multiplied by if negative; 0.01 to
+    /// 100, 1 = off.
+    pub repetition_penalty: f32,
 }
 
 impl Sampling {
     /// Always the most likely token; ties go to the lowest id.
-    pub const GREEDY: Self = Self { temperature: 0.0, top_p: 1.0, top_k: 0, min_p: 0.0, seed: 0 };
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_p: 1.0,
+        top_k: 0,
+        min_p: 0.0,
+        seed: 0,
+        frequency_penalty: 0.0,
+        presence_penalty: 0.0,
+        repetition_penalty: 1.0,
+    };
 }
+
+/// Most alternatives that [`GenerateRequest::logprobs`] may ask for.
+pub const MAX_TOP_LOGPROBS: usize = 20;
 
 /// One generation.
 #[derive(Clone, Debug)]
@@ -33,6 +52,129 @@ pub struct GenerateRequest {
     pub sampling: Sampling,
     /// Tokens that end the generation; the token that did is not delivered.
     pub stop_tokens: Vec<u32>,
+    /// Added to these tokens' logits, after the penalties and before everything else. A token named twice gets both.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// `Some(n)`: say how likely each token was, and the `n` most likely ones; at most [`MAX_TOP_LOGPROBS`].
+    pub logprobs: Option<usize>,
+    /// What the answer must look like.
+    pub constraint: Option<Box<dyn TokenConstraint>>,
+}
+
+impl GenerateRequest {
+    /// A request without stop tokens, bias, log-probabilities and constraint.
+    #[must_use]
+    pub fn new(prompt: Vec<u32>, max_new_tokens: usize, sampling: Sampling) -> Self {
+        Self {
+            prompt,
+            max_new_tokens,
+            sampling,
+            stop_tokens: Vec::new(),
+            logit_bias: Vec::new(),
+            logprobs: None,
+            constraint: None,
+        }
+    }
+}
+
+/// Which tokens may come next. Its state belongs to one answer and follows that answer's tokens; it is called on the
+/// engine's thread, so it must neither block nor panic.
+pub trait TokenConstraint: Send {
+    /// Allows the tokens that may come next, a stop token among them exactly if the answer may end here. `allowed` comes
+    /// empty.
+    ///
+    /// # Errors
+    ///
+    /// A text for the client if there is no telling; the request fails with it.
+    fn allow(&mut self, allowed: &mut TokenSet) -> Result<(), String>;
+
+    /// Takes the token that came; never a stop token.
+    ///
+    /// # Errors
+    ///
+    /// A text for the client if the token cannot follow; the request fails with it.
+    fn accept(&mut self, token: u32) -> Result<ConstraintState, String>;
+
+    /// A constraint in the same state that goes its own way from here.
+    fn boxed_clone(&self) -> Box<dyn TokenConstraint>;
+}
+
+impl Clone for Box<dyn TokenConstraint> {
+    fn clone(&self) -> Self {
+        self.boxed_clone()
+    }
+}
+
+impl std::fmt::Debug for dyn TokenConstraint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("TokenConstraint")
+    }
+}
+
+/// What a [`TokenConstraint`] expects after a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConstraintState {
+    /// Something may follow.
+    Open,
+    /// The answer is complete and nothing can follow.
+    Complete,
+}
+
+/// A set of tokens of one vocabulary, a bit for each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TokenSet {
+    words: Vec<u32>,
+    vocab_size: usize,
+}
+
+impl TokenSet {
+    /// The empty set over the tokens below `vocab_size`.
+    #[must_use]
+    pub fn new(vocab_size: usize) -> Self {
+        Self { words: vec![0; vocab_size.div_ceil(32)], vocab_size }
+    }
+
+    /// Tokens are below this.
+    #[must_use]
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// Puts a token in; one outside the vocabulary is ignored, for the model cannot say it.
+    pub fn insert(&mut self, token: u32) {
+        if (token as usize) < self.vocab_size {
+            self.words[token as usize / 32] |= 1 << (token % 32);
+        }
+    }
+
+    /// Puts in the tokens whose bits are set: bit `i` of word `w` is token `32 * w + i`. What is outside the vocabulary is
+    /// ignored.
+    pub fn insert_words(&mut self, words: &[u32]) {
+        self.words.iter_mut().zip(words).for_each(|(to, from)| *to |= from);
+        if let (Some(last), rest @ 1..) = (self.words.last_mut(), self.vocab_size % 32) {
+            *last &= (1 << rest) - 1;
+        }
+    }
+
+    /// Whether a token is in.
+    #[must_use]
+    pub fn contains(&self, token: u32) -> bool {
+        self.words.get(token as usize / 32).is_some_and(|word| word >> (token % 32) & 1 == 1)
+    }
+
+    /// Takes all tokens out.
+    pub fn clear(&mut self) {
+        self.words.fill(0);
+    }
+}
+
+/// How likely a token was. Natural logarithms, of the model's own distribution over the whole vocabulary: before
+/// penalties, bias, constraint, temperature and filters.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logprobs {
+    /// Of the token that came.
+    pub chosen: f32,
+    /// The most likely tokens, best first, equally likely ones by id. The chosen one need not be among them.
+    pub top: Vec<(u32, f32)>,
 }
 
 /// Why a generation ended.
@@ -40,6 +182,8 @@ pub struct GenerateRequest {
 pub enum FinishReason {
     /// A stop token was drawn.
     StopToken(u32),
+    /// The request's constraint is fulfilled and lets nothing follow.
+    ConstraintComplete,
     /// `max_new_tokens` were delivered.
     Length,
     /// The model's context is full.
@@ -74,7 +218,12 @@ pub enum Event {
         num_computed_tokens: usize,
     },
     /// The next generated token.
-    Token(u32),
+    Token {
+        /// Its id.
+        token: u32,
+        /// How likely it was, if the request asked.
+        logprobs: Option<Box<Logprobs>>,
+    },
     /// The generation ended in an ordinary way.
     Finished {
         /// Why.

@@ -17,12 +17,15 @@ use troika_base::RequestId;
 use troika_graph::Acceptance;
 use troika_runtime::{Priority, Ticket};
 
-use crate::api::{EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, SubmitError};
+use crate::api::{EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, SubmitError};
 use crate::runner::{Chunk, Forward, Runner, RunnerError, WantLogits};
 use live::{Live, Phase};
 
 /// How often a request whose listener has no room is offered its event again.
 const RETRY_PAUSED: Duration = Duration::from_millis(2);
+
+/// Beyond this a bias is a mistake: a tenth of it already forces or forbids a token.
+const MAX_LOGIT_BIAS: f32 = 1000.0;
 
 /// Limits of an [`Engine`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,14 +117,36 @@ impl Engine {
         }
         let sampling = &request.sampling;
         let ranges = [
-            ("temperature", sampling.temperature, f32::MAX),
-            ("top_p", sampling.top_p, 1.0),
-            ("min_p", sampling.min_p, 1.0),
+            ("temperature", sampling.temperature, 0.0..=f32::MAX),
+            ("top_p", sampling.top_p, 0.0..=1.0),
+            ("min_p", sampling.min_p, 0.0..=1.0),
+            ("frequency_penalty", sampling.frequency_penalty, -2.0..=2.0),
+            ("presence_penalty", sampling.presence_penalty, -2.0..=2.0),
+            ("repetition_penalty", sampling.repetition_penalty, 0.01..=100.0),
         ];
-        for (name, value, most) in ranges {
-            if !(0.0..=most).contains(&value) {
-                return invalid(format!("{name} must be a number from 0 to {most}, not {value}"));
+        for (name, value, range) in ranges {
+            if !range.contains(&value) {
+                let (least, most) = range.into_inner();
+                return invalid(format!("{name} must be a number from {least} to {most}, not {value}"));
             }
+        }
+        for (token, bias) in &request.logit_bias {
+            if *token as usize >= self.vocab_size {
+                return invalid(format!(
+                    "logit_bias names token {token}, not in the vocabulary of {}",
+                    self.vocab_size
+                ));
+            }
+            if bias.abs() > MAX_LOGIT_BIAS || bias.is_nan() {
+                return invalid(format!(
+                    "logit_bias of token {token} must be a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}, not {bias}"
+                ));
+            }
+        }
+        if let Some(top) = request.logprobs
+            && top > MAX_TOP_LOGPROBS
+        {
+            return invalid(format!("logprobs must be at most {MAX_TOP_LOGPROBS}, not {top}"));
         }
         let max_context_tokens = self.options.max_context_tokens;
         if request.prompt.len() >= max_context_tokens {
@@ -405,11 +430,11 @@ impl Loop {
             if live.phase == Phase::Ended {
                 continue;
             }
-            let logits = forward.logits(chunk);
+            let mut logits = forward.logits(chunk);
             if live.phase == Phase::Prefill {
                 live.report_prefill();
             }
-            if !logits.is_empty() && live.draw(&logits, self.options.max_context_tokens) {
+            if !logits.is_empty() && live.draw(&mut logits, self.options.max_context_tokens) {
                 lock(&self.status).completion_tokens_total += 1;
             }
         }

@@ -15,6 +15,9 @@ pub enum PromptError {
     /// The prompt needs a special token that this tokenizer does not have.
     #[error("the tokenizer has no special token `{name}`, which this prompt needs")]
     MissingSpecial { name: String },
+    /// The prompt needs a text that this checkpoint does not have.
+    #[error("this checkpoint has no {what}: {}: {reason}", file.display())]
+    MissingText { what: &'static str, file: PathBuf, reason: String },
     /// The tokenizer gave up on a text.
     #[error("the tokenizer cannot encode this text: {reason}")]
     Encode { reason: String },

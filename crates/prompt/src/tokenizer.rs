@@ -30,6 +30,7 @@ pub enum MarkerText {
 struct Token {
     bytes: Box<[u8]>,
     is_special: bool,
+    is_added: bool,
 }
 
 /// A byte-level BPE tokenizer.
@@ -81,11 +82,11 @@ impl Tokenizer {
         let mut tokens = Vec::new();
         for (text, id) in &vocab {
             let bytes = token_text_bytes(&byte_of, text);
-            put(&mut tokens, *id, Token { bytes, is_special: false })?;
+            put(&mut tokens, *id, Token { bytes, is_special: false, is_added: false })?;
         }
         for added in &added_tokens {
             let bytes = added.content.as_bytes().into();
-            put(&mut tokens, added.id, Token { bytes, is_special: added.is_special })?;
+            put(&mut tokens, added.id, Token { bytes, is_special: added.is_special, is_added: true })?;
         }
         for (letter, byte) in &byte_of {
             // Without all 256 of them some text would be dropped in silence.
@@ -147,6 +148,11 @@ impl Tokenizer {
     #[must_use]
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         self.token(id).map(|token| &*token.bytes)
+    }
+
+    /// True for special and other added tokens, which no text is encoded to.
+    pub(crate) fn is_added(&self, id: u32) -> bool {
+        self.token(id).is_some_and(|token| token.is_added)
     }
 
     /// Bytes that a token adds to decoded text: none for ids without a token, nor for hidden markers.

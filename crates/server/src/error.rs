@@ -1,4 +1,4 @@
-//! Errors as a client sees them, in OpenAI's shape.
+//! Errors as a client sees them: in OpenAI's shape, and in Anthropic's on its own routes.
 
 use axum::{
     Json,
@@ -70,6 +70,18 @@ impl ApiError {
         Self::request(StatusCode::BAD_REQUEST, "context_length_exceeded", message)
     }
 
+    /// A key that is missing or wrong.
+    pub(crate) fn unauthorized(message: impl Into<String>) -> Self {
+        let error = Self::request(StatusCode::UNAUTHORIZED, "invalid_api_key", message);
+        Self { kind: "authentication_error", ..error }
+    }
+
+    /// Too much is going on; the client should come again.
+    pub(crate) fn busy(code: &'static str, message: impl Into<String>) -> Self {
+        let error = Self::request(StatusCode::TOO_MANY_REQUESTS, code, message);
+        Self { kind: "rate_limit_error", retry_after_s: Some(RETRY_AFTER_S), ..error }
+    }
+
     pub(crate) fn shutting_down() -> Self {
         Self::server(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", "The server is shutting down.")
     }
@@ -79,6 +91,33 @@ impl ApiError {
         if self.status == StatusCode::INTERNAL_SERVER_ERROR {
             tracing::error!(code = self.code, message = %self.message, "request failed");
         }
+    }
+
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
+    pub(crate) fn code(&self) -> Option<&'static str> {
+        self.code
+    }
+
+    pub(crate) fn param(&self) -> Option<&str> {
+        self.param.as_deref()
+    }
+
+    /// The JSON around this error for Anthropic's clients. They know no code and no parameter, so the message has to do.
+    pub(crate) fn anthropic_body(&self) -> serde_json::Value {
+        let kind = match self.status.as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
+            404 => "not_found_error",
+            413 => "request_too_large",
+            429 => "rate_limit_error",
+            503 => "overloaded_error",
+            500.. => "api_error",
+            _ => "invalid_request_error",
+        };
+        serde_json::json!({"type": "error", "error": {"type": kind, "message": self.message}})
     }
 
     pub(crate) fn body(&self) -> ErrorBody<'_> {
@@ -102,6 +141,8 @@ impl IntoResponse for ApiError {
         if let Some(seconds) = self.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
         }
+        // For whoever puts it in another API's shape.
+        response.extensions_mut().insert(self);
         response
     }
 }
@@ -113,11 +154,7 @@ impl From<SubmitError> for ApiError {
             SubmitError::TooLong { prompt_tokens, max_context_tokens } => {
                 Self::prompt_too_long(prompt_tokens, max_context_tokens)
             }
-            SubmitError::QueueFull { .. } => Self {
-                kind: "rate_limit_error",
-                retry_after_s: Some(RETRY_AFTER_S),
-                ..Self::request(StatusCode::TOO_MANY_REQUESTS, "queue_full", error.to_string())
-            },
+            SubmitError::QueueFull { .. } => Self::busy("queue_full", error.to_string()),
             SubmitError::Stopped { .. } => {
                 Self::server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", error.to_string())
             }
@@ -129,7 +166,7 @@ impl From<SubmitError> for ApiError {
 impl From<PromptError> for ApiError {
     fn from(error: PromptError) -> Self {
         match error {
-            PromptError::MissingSpecial { .. } => {
+            PromptError::MissingSpecial { .. } | PromptError::MissingText { .. } => {
                 Self::request(StatusCode::BAD_REQUEST, "unsupported_by_model", error.to_string())
             }
             other => Self::server(StatusCode::INTERNAL_SERVER_ERROR, "tokenizer_error", other.to_string()),

@@ -1,23 +1,39 @@
-//! OpenAI-compatible HTTP over a [`Generator`].
+//! HTTP over a [`Generator`], in the words of OpenAI's and Anthropic's clients.
 //!
-//! A request walks through the modules in this order: `connections` (sockets, time limits, shutdown), `routes` (which
-//! path, body size), `request` and `parameters` (what is asked, checked), `generation` (engine events to text), `answer`
-//! (JSON and server-sent events). Only this crate turns errors into HTTP: `error`. Nothing here logs what a client wrote
+//! A request walks through the modules in this order: `connections` (sockets, time limits, shutdown), `access` (keys,
+//! hosts, origins), `routes` (which path), `body` (size), `request` with `fields` and `parameters` (what is asked,
+//! checked), `encoding` and `constraint` (to tokens, and which may come), `generation` (engine events to pieces), `answer` (pieces to JSON and server-sent
+//! events, one format for each API). Only this crate turns errors into HTTP: `error`. Nothing here logs what a client wrote
 //! or what the model said.
 
+mod access;
+mod activity;
 mod answer;
+mod body;
 mod connections;
+mod constraint;
+mod encoding;
 mod error;
+mod fields;
 mod generation;
+pub mod openapi;
+mod page;
 pub mod parameters;
+mod reader;
 mod request;
 mod routes;
+mod store;
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    hash::{BuildHasher, Hasher, RandomState},
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
 
 use troika_engine::api::Generator;
-use troika_prompt::Tokenizer;
+use troika_prompt::{FixedTexts, Tokenizer};
 
+pub use access::{Access, AccessError};
 pub use connections::serve;
 
 /// What is served.
@@ -25,6 +41,8 @@ pub use connections::serve;
 pub struct ServerState {
     pub generator: Arc<dyn Generator>,
     pub tokenizer: Arc<Tokenizer>,
+    /// Texts of the checkpoint that its prompts are made of.
+    pub texts: Arc<FixedTexts>,
     /// Name that clients ask for and see.
     pub model_id: String,
     /// When the model was made or loaded, in seconds since 1970; clients see it in the model list.
@@ -34,8 +52,11 @@ pub struct ServerState {
     pub max_context_tokens: usize,
     /// Tokens that end an answer.
     pub stop_tokens: Vec<u32>,
+    /// What computes, in a person's words.
+    pub devices: Vec<String>,
     /// Why less is served than was asked for; `/health` says it.
     pub degraded: Option<String>,
+    pub access: Access,
     pub limits: Limits,
 }
 
@@ -51,6 +72,8 @@ pub struct SamplingDefaults {
 pub struct Limits {
     /// Longest request body.
     pub max_body_bytes: usize,
+    /// Bytes that all request bodies take together until they are understood; more are refused.
+    pub max_bodies_bytes: usize,
     /// Open connections; more wait to be accepted.
     pub max_connections: usize,
     /// Time for a request's headers to arrive, and for a connection to stay idle.
@@ -65,12 +88,17 @@ pub struct Limits {
     pub keep_alive: Duration,
     /// Time for running answers to finish once the server is told to stop.
     pub grace: Duration,
+    /// Responses that `/v1/responses` keeps; the oldest go first.
+    pub max_stored_responses: usize,
+    /// Bytes that they take together.
+    pub max_stored_bytes: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         Self {
             max_body_bytes: 16 << 20,
+            max_bodies_bytes: 64 << 20,
             max_connections: 1024,
             header_timeout: Duration::from_secs(60),
             body_timeout: Duration::from_secs(120),
@@ -78,6 +106,8 @@ impl Default for Limits {
             unread_timeout: Duration::from_secs(60),
             keep_alive: Duration::from_secs(10),
             grace: Duration::from_secs(10),
+            max_stored_responses: 256,
+            max_stored_bytes: 64 << 20,
         }
     }
 }
@@ -89,4 +119,18 @@ pub enum ServerError {
     /// The listening socket is broken.
     #[error("cannot accept connections: {source}")]
     Accept { source: std::io::Error },
+}
+
+fn unix_time_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// The standard library keys its hash maps with fresh randomness; that is all a seed needs.
+fn random_seed() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// A name that nobody else has.
+fn random_name() -> String {
+    format!("{:016x}{:016x}", random_seed(), random_seed())
 }

@@ -1,59 +1,102 @@
-//! Paths, bodies, and the way from one to the other.
+//! Paths, and the way from a request to its answer.
 
-use std::{
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
-};
+use std::sync::Arc;
 
 use axum::{
     Json, Router,
-    body::{Body, Bytes},
+    body::Bytes,
     extract::{Path, Request, State},
-    http::{HeaderMap, Method, StatusCode, Uri, header},
+    http::{Method, StatusCode, Uri, header},
+    middleware::{Next, from_fn, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use futures_util::StreamExt;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     sync::{Semaphore, watch},
     task::spawn_blocking,
-    time::timeout,
+    time::Instant,
 };
-use troika_engine::api::GenerateRequest;
-use troika_prompt::{ChatOptions, OldReasoning, ThinkingMode, encode_chat, encode_completion};
+
+use troika_prompt::ConstraintCompiler;
 
 use crate::{
-    ServerState, answer,
+    ServerState,
+    access::guard,
+    activity::Activity,
+    answer::{self, Anthropic, Format, Keep, OpenAi, Responses},
+    body::{BodyBudget, BodyShare, Received},
     connections::Phase,
+    encoding::encode,
     error::{ApiError, quote},
-    generation::Generation,
-    request::{Asked, Delivery, Endpoint, Prompt, model_not_found},
+    generation::{Generation, Job},
+    openapi, page,
+    parameters::Endpoint,
+    random_name,
+    request::{Asked, Delivery, model_not_found, response_not_found},
+    store::ResponseStore,
+    unix_time_s,
 };
 
 /// Requests whose JSON and text are worked on at a time: each may need a hundred times its size while that lasts.
 const MAX_READERS: usize = 2;
-/// A body over the limit is read on up to this many times the limit, so that its sender comes to read our answer.
-const PATIENCE: usize = 4;
 
 /// What the handlers share.
-struct App {
-    state: ServerState,
+pub(crate) struct App {
+    pub(crate) state: ServerState,
+    pub(crate) activity: Arc<Activity>,
+    pub(crate) started: Instant,
     phase: watch::Receiver<Phase>,
+    store: Arc<ResponseStore>,
+    constraints: ConstraintCompiler,
+    bodies: BodyBudget,
     readers: Arc<Semaphore>,
 }
 
 pub(crate) fn router(state: ServerState, phase: watch::Receiver<Phase>) -> Router {
-    let app = Arc::new(App { state, phase, readers: Arc::new(Semaphore::new(MAX_READERS)) });
+    let access = Arc::new(state.access.clone());
+    let limits = state.limits;
+    let constraints = ConstraintCompiler::new(Arc::clone(&state.tokenizer), state.stop_tokens.clone());
+    let app = Arc::new(App {
+        state,
+        constraints,
+        activity: Arc::default(),
+        started: Instant::now(),
+        phase,
+        store: Arc::new(ResponseStore::new(limits.max_stored_responses, limits.max_stored_bytes)),
+        bodies: BodyBudget::new(&limits),
+        readers: Arc::new(Semaphore::new(MAX_READERS)),
+    });
     Router::new()
         .route("/health", get(health))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat))
+        .route("/v1/messages", post(messages))
+        .route("/v1/messages/count_tokens", post(count_tokens))
+        .route("/v1/responses", post(responses))
+        .route("/v1/responses/{id}", get(stored_response).delete(delete_response))
+        .route("/openapi.json", get(openapi::serve))
+        .route("/troika/status", get(page::status))
+        .merge(page::files())
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
         .with_state(app)
+        .layer(from_fn_with_state(access, guard))
+        .layer(from_fn(speak_anthropic))
+}
+
+/// Puts errors of Anthropic's routes in Anthropic's shape, wherever they come from.
+async fn speak_anthropic(request: Request, next: Next) -> Response {
+    let is_anthropic = request.uri().path().starts_with(Endpoint::Messages.path());
+    let mut response = next.run(request).await;
+    if let Some(error) = response.extensions_mut().remove::<ApiError>().filter(|_| is_anthropic) {
+        let (mut parts, _) = response.into_parts();
+        parts.headers.remove(header::CONTENT_LENGTH);
+        response = Response::from_parts(parts, error.anthropic_body().to_string().into());
+    }
+    response
 }
 
 async fn not_found(method: Method, uri: Uri) -> ApiError {
@@ -66,14 +109,21 @@ async fn method_not_allowed(method: Method, uri: Uri) -> ApiError {
     ApiError::request(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
 }
 
+impl App {
+    /// Whether the server works, and if not, why.
+    pub(crate) fn health(&self) -> (StatusCode, &'static str, Option<String>) {
+        match (self.state.generator.status().failure, &self.state.degraded) {
+            (Some(failure), _) => (StatusCode::SERVICE_UNAVAILABLE, "failed", Some(failure)),
+            (None, _) if *self.phase.borrow() != Phase::Serving => (StatusCode::SERVICE_UNAVAILABLE, "stopping", None),
+            (None, Some(degraded)) => (StatusCode::OK, "degraded", Some(degraded.clone())),
+            (None, None) => (StatusCode::OK, "ok", None),
+        }
+    }
+}
+
 async fn health(State(app): State<Arc<App>>) -> Response {
     let engine = app.state.generator.status();
-    let (code, status, reason) = match (&engine.failure, &app.state.degraded) {
-        (Some(failure), _) => (StatusCode::SERVICE_UNAVAILABLE, "failed", Some(failure)),
-        (None, _) if *app.phase.borrow() != Phase::Serving => (StatusCode::SERVICE_UNAVAILABLE, "stopping", None),
-        (None, Some(degraded)) => (StatusCode::OK, "degraded", Some(degraded)),
-        (None, None) => (StatusCode::OK, "ok", None),
-    };
+    let (code, status, reason) = app.health();
     let body = json!({
         "status": status,
         "reason": reason,
@@ -84,7 +134,7 @@ async fn health(State(app): State<Arc<App>>) -> Response {
     (code, Json(body)).into_response()
 }
 
-fn describe_model(state: &ServerState) -> serde_json::Value {
+fn describe_model(state: &ServerState) -> Value {
     json!({"id": state.model_id, "object": "model", "created": state.created_unix_s, "owned_by": "troika"})
 }
 
@@ -107,101 +157,111 @@ async fn chat(State(app): State<Arc<App>>, request: Request) -> Result<Response,
     generate(&app, Endpoint::Chat, request).await
 }
 
+async fn messages(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+    generate(&app, Endpoint::Messages, request).await
+}
+
+async fn responses(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+    generate(&app, Endpoint::Responses, request).await
+}
+
+async fn count_tokens(State(app): State<Arc<App>>, request: Request) -> Result<Response, ApiError> {
+    let received = app.bodies.read_json(request, &app.state.limits).await?;
+    let counting = read(&app, received, |app, body| {
+        let asked = Asked::parse(Endpoint::Messages, body, &app.state, &app.store)?;
+        Ok(encode(&app.state, &app.constraints, &asked)?.request.prompt.len())
+    });
+    let (num_tokens, _) = counting.await?;
+    Ok(Json(json!({"input_tokens": num_tokens})).into_response())
+}
+
+async fn stored_response(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+    let stored = app.store.get(&id).ok_or_else(|| response_not_found(&id))?;
+    let document = Bytes::copy_from_slice(stored.document.as_bytes());
+    Ok(([(header::CONTENT_TYPE, "application/json")], document).into_response())
+}
+
+async fn delete_response(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Response, ApiError> {
+    if !app.store.remove(&id) {
+        return Err(response_not_found(&id));
+    }
+    Ok(Json(json!({"id": id, "object": "response", "deleted": true})).into_response())
+}
+
 async fn generate(app: &Arc<App>, endpoint: Endpoint, request: Request) -> Result<Response, ApiError> {
-    check_content_type(request.headers())?;
     let limits = app.state.limits;
-    let body = timeout(limits.body_timeout, read_body(request.into_body(), limits.max_body_bytes));
-    let body = body.await.map_err(|_| {
-        ApiError::request(StatusCode::REQUEST_TIMEOUT, "timeout", "The request body did not arrive in time.")
-    })??;
-    let (asked, request) = prepare(app, endpoint, body).await?;
-    let generation = Generation::start(&app.state, app.phase.clone(), request, &asked.stops)?;
-    let head = answer::Head::new(endpoint, unix_time_s(), &app.state.model_id);
-    match asked.delivery {
-        Delivery::Whole => answer::whole(generation, &head).await,
-        Delivery::Stream { include_usage } => Ok(answer::streamed(generation, head, include_usage, limits.keep_alive)),
+    let received = app.bodies.read_json(request, &limits).await?;
+    let ((asked, encoded), share) = read(app, received, move |app, body| {
+        let asked = Asked::parse(endpoint, body, &app.state, &app.store)?;
+        if endpoint == Endpoint::Messages && asked.max_tokens.is_none() {
+            return Err(ApiError::invalid("max_tokens", "`max_tokens` must be given."));
+        }
+        let encoded = encode(&app.state, &app.constraints, &asked)?;
+        Ok((asked, encoded))
+    })
+    .await?;
+    let prefix = match endpoint {
+        Endpoint::Chat => "chatcmpl-",
+        Endpoint::Completions => "cmpl-",
+        Endpoint::Messages => "msg_",
+        Endpoint::Responses => "resp_",
+    };
+    let id = format!("{prefix}{}", random_name());
+    let delivery = asked.delivery;
+    let job = Job {
+        request: encoded.request,
+        num_choices: asked.num_choices,
+        stops: asked.stops.clone(),
+        reading: encoded.reading,
+        parallel_calls: asked.parallel_calls(),
+        echo: encoded.echo,
+        id: id.clone(),
+        route: endpoint.path(),
+    };
+    let generation = Generation::start(&app.state, Arc::clone(&app.activity), app.phase.clone(), job)?;
+    let format = format(app, endpoint, id, asked, share);
+    match delivery {
+        Delivery::Whole => answer::whole(generation, format).await,
+        Delivery::Stream { .. } => Ok(answer::streamed(generation, format, limits.keep_alive)),
     }
 }
 
-/// Anything but JSON is refused, also because a web page can send other types here without asking first.
-fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
-    let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-    let essence = content_type.split(';').next().unwrap_or_default().trim();
-    if essence.eq_ignore_ascii_case("application/json") {
-        return Ok(());
-    }
-    let message = format!("The request's content-type must be application/json, not `{}`.", quote(essence));
-    Err(ApiError::request(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message))
-}
-
-async fn read_body(body: Body, max_bytes: usize) -> Result<Bytes, ApiError> {
-    let mut stream = body.into_data_stream();
-    let (mut bytes, mut num_bytes) = (Vec::new(), 0);
-    while let Some(chunk) = stream.next().await {
-        let chunk = chunk.map_err(|error| {
-            let message = format!("The request body broke off: {error}");
-            ApiError::request(StatusCode::BAD_REQUEST, "incomplete_body", message)
-        })?;
-        num_bytes += chunk.len();
-        if num_bytes <= max_bytes {
-            bytes.extend_from_slice(&chunk);
-        } else if num_bytes > max_bytes.saturating_mul(PATIENCE) {
-            break;
+/// How this API puts its answer.
+fn format(app: &App, endpoint: Endpoint, id: String, asked: Asked, share: BodyShare) -> Box<dyn Format> {
+    let (model_id, created_unix_s) = (app.state.model_id.clone(), unix_time_s());
+    match (endpoint, asked.response) {
+        (Endpoint::Messages, _) => Box::new(Anthropic::new(id, model_id, asked.stops)),
+        (Endpoint::Responses, Some(response)) => {
+            // Parts of the body live until the answer does, and count for as long.
+            let keep = response.store.then(|| Keep { store: Arc::clone(&app.store), items: response.items });
+            Box::new(Responses::new(id, model_id, created_unix_s, response.echo, keep, share))
+        }
+        _ => {
+            let include_usage = matches!(asked.delivery, Delivery::Stream { include_usage: true });
+            Box::new(OpenAi::new(id, endpoint == Endpoint::Chat, created_unix_s, model_id, include_usage))
         }
     }
-    if num_bytes > max_bytes {
-        let message = format!("The request body is longer than {max_bytes} bytes.");
-        return Err(ApiError::request(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message));
-    }
-    Ok(bytes.into())
 }
 
-/// Parses and encodes away from the threads that serve sockets.
-async fn prepare(app: &Arc<App>, endpoint: Endpoint, body: Bytes) -> Result<(Asked, GenerateRequest), ApiError> {
+/// Parses and encodes away from the threads that serve sockets. Gives back the body's share of the memory too.
+async fn read<T: Send + 'static>(
+    app: &Arc<App>,
+    received: Received,
+    work: impl FnOnce(&App, &[u8]) -> Result<T, ApiError> + Send + 'static,
+) -> Result<(T, BodyShare), ApiError> {
     let Ok(reader) = Arc::clone(&app.readers).acquire_owned().await else {
         return Err(ApiError::shutting_down());
     };
     let work = {
         let app = Arc::clone(app);
         spawn_blocking(move || {
-            // Held until the work is done, even if the client is gone by then.
-            let _reader = reader;
-            let asked = Asked::parse(endpoint, &body, &app.state)?;
-            let request = encode(&app.state, &asked)?;
-            Ok((asked, request))
+            // Both are held until the work is done, even if the client is gone by then.
+            let (_reader, received) = (reader, received);
+            Ok((work(&app, &received.bytes)?, received.share))
         })
     };
     work.await.unwrap_or_else(|error| {
         let message = format!("The request could not be read: {error}");
         Err(ApiError::server(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message))
     })
-}
-
-fn encode(state: &ServerState, asked: &Asked) -> Result<GenerateRequest, ApiError> {
-    let tokenizer = &state.tokenizer;
-    let options = ChatOptions { mode: ThinkingMode::Chat, old_reasoning: OldReasoning::Drop };
-    // A text that is too long in any case is not worth the memory that encoding it takes.
-    let min_tokens = tokenizer.min_tokens(asked.prompt.text_bytes());
-    if min_tokens >= state.max_context_tokens {
-        return Err(ApiError::prompt_too_long(format!("at least {min_tokens}"), state.max_context_tokens));
-    }
-    let prompt = match &asked.prompt {
-        Prompt::Text(text) => encode_completion(tokenizer, text)?,
-        Prompt::Tokens(tokens) => tokens.clone(),
-        Prompt::Messages(messages) => encode_chat(tokenizer, messages, options)?,
-    };
-    let room = state.max_context_tokens.saturating_sub(prompt.len());
-    if room == 0 {
-        return Err(ApiError::prompt_too_long(prompt.len(), state.max_context_tokens));
-    }
-    Ok(GenerateRequest {
-        prompt,
-        max_new_tokens: asked.max_tokens.map_or(room, |max_tokens| max_tokens.min(room)),
-        sampling: asked.sampling,
-        stop_tokens: state.stop_tokens.clone(),
-    })
-}
-
-fn unix_time_s() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

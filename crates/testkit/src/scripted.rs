@@ -12,7 +12,8 @@ use std::{
 
 use troika_base::RequestId;
 use troika_engine::api::{
-    Delivery, EngineStatus, Event, EventSink, FinishReason, GenerateRequest, Generator, SubmitError, Usage,
+    ConstraintState, Delivery, EngineStatus, Event, EventSink, FinishReason, GenerateRequest, Generator, Logprobs,
+    SubmitError, Usage,
 };
 
 /// How long the engine waits before it offers an event again that found no room.
@@ -218,12 +219,21 @@ impl Player {
         if self.request.stop_tokens.contains(&token) {
             return Some(self.finish(FinishReason::StopToken(token)));
         }
-        let end = self.offer(&Event::Token(token));
+        let state = match self.request.constraint.as_mut().map(|constraint| constraint.accept(token)) {
+            Some(Err(message)) => return Some(self.offer(&Event::Failed { message }).unwrap_or(End::Failed)),
+            Some(Ok(state)) => state,
+            None => ConstraintState::Open,
+        };
+        let logprobs = self.request.logprobs.map(|top| Box::new(scripted_logprobs(token, top)));
+        let end = self.offer(&Event::Token { token, logprobs });
         if end.is_some() {
             return end;
         }
         self.tokens_taken += 1;
         self.total.fetch_add(1, Ordering::Relaxed);
+        if state == ConstraintState::Complete {
+            return Some(self.finish(FinishReason::ConstraintComplete));
+        }
         (self.tokens_taken == self.request.max_new_tokens).then(|| self.finish(FinishReason::Length))
     }
 
@@ -270,6 +280,12 @@ impl Player {
     fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Relaxed)
     }
+}
+
+/// The token that came is half as likely as can be, and each of the next `top - 1` ids half as likely as the one before.
+pub fn scripted_logprobs(token: u32, top: usize) -> Logprobs {
+    let log_prob = |rank: u32| -std::f32::consts::LN_2 * (rank + 1) as f32;
+    Logprobs { chosen: log_prob(0), top: (0..top as u32).map(|rank| (token + rank, log_prob(rank))).collect() }
 }
 
 /// A test that panicked elsewhere must not hide its reason behind a poisoned lock.

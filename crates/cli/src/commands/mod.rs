@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod eval;
 pub(crate) mod explain;
 pub(crate) mod inspect;
+pub(crate) mod launch;
 pub(crate) mod logits;
 pub(crate) mod run;
 pub(crate) mod serve;

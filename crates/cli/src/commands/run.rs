@@ -13,8 +13,8 @@ use troika_base::units::human_bytes;
 use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling};
 use troika_engine::{Engine, EngineOptions};
 use troika_prompt::{
-    ChatOptions, Detokenizer, MarkerText, Message, OldReasoning, StopMatcher, ThinkingMode, Tokenizer, encode_chat,
-    encode_completion,
+    ChatOptions, Conversation, Detokenizer, FixedTexts, MarkerText, Message, StopMatcher, ThinkingMode, Tokenizer,
+    encode_chat, encode_completion,
 };
 
 use super::serve::{Signal, terminated};
@@ -85,12 +85,11 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let class = args.model.class_or(NumericClass::Fast);
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
-    let ids = encode(&tokenizer, prompt, args.chat)?;
+    let ids = encode(&tokenizer, &model.texts(), prompt, args.chat)?;
+    let sampling = sampling(args, model.sampling_advice()?);
     let request = GenerateRequest {
-        max_new_tokens: args.max_tokens as usize,
-        sampling: sampling(args, model.sampling_advice()?),
         stop_tokens: model.config.eos_token_ids.clone(),
-        prompt: ids,
+        ..GenerateRequest::new(ids, args.max_tokens as usize, sampling)
     };
     let options = EngineOptions {
         chunk_tokens: 512,
@@ -132,10 +131,10 @@ fn read_prompt(args: &Args) -> Result<String> {
     }
 }
 
-fn encode(tokenizer: &Tokenizer, prompt: String, chat: bool) -> Result<Vec<u32>> {
+fn encode(tokenizer: &Tokenizer, texts: &FixedTexts, prompt: String, chat: bool) -> Result<Vec<u32>> {
     Ok(if chat {
-        let options = ChatOptions { mode: ThinkingMode::Chat, old_reasoning: OldReasoning::Drop };
-        encode_chat(tokenizer, &[Message::User { blocks: vec![prompt] }], options)?
+        let conversation = Conversation { messages: vec![Message::user(prompt)], ..Conversation::default() };
+        encode_chat(tokenizer, texts, &conversation, ChatOptions::new(ThinkingMode::Chat))?.ids
     } else {
         encode_completion(tokenizer, &prompt)?
     })
@@ -148,6 +147,7 @@ fn sampling(args: &Args, (temperature, top_p): (f32, f32)) -> Sampling {
         top_k: args.top_k,
         min_p: args.min_p,
         seed: args.seed,
+        ..Sampling::GREEDY
     }
 }
 
@@ -188,7 +188,7 @@ impl Printed {
             };
             match event {
                 Event::Prefilled { num_computed_tokens } => self.prefill.set_position(num_computed_tokens as u64),
-                Event::Token(token) => {
+                Event::Token { token, .. } => {
                     self.prefill.finish_and_clear();
                     self.first_token.get_or_insert_with(Instant::now);
                     self.last_token = Some(Instant::now());
@@ -245,7 +245,7 @@ fn summarize(printed: &Printed, end: &End, submitted: Instant, load_s: f64) {
         _ => "-".to_owned(),
     };
     let why = match end {
-        End::Done(FinishReason::StopToken(_)) => "end of text",
+        End::Done(FinishReason::StopToken(_) | FinishReason::ConstraintComplete) => "end of text",
         End::Done(FinishReason::Length) => "token limit (-n)",
         End::Done(FinishReason::ContextFull) => "context full",
         End::Done(_) => "cancelled",

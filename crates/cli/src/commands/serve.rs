@@ -1,6 +1,7 @@
 //! `troika serve`: the HTTP server.
 
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,19 +11,19 @@ use tokio::net::TcpListener;
 use troika_base::NumericClass;
 use troika_engine::api::Generator;
 use troika_engine::{Engine, EngineOptions};
-use troika_server::{Limits, SamplingDefaults, ServerState};
+use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 
 use crate::model_source::ModelArgs;
 
-/// Serve a model over HTTP, compatible with OpenAI clients.
+/// Serve a model over HTTP, compatible with OpenAI's and Anthropic's clients.
 ///
-/// Routes: /v1/models, /v1/completions, /v1/chat/completions, /health. Ctrl-C or SIGTERM lets running answers finish for a few
-/// seconds and exits with 0; a second signal ends at once.
+/// Routes: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /openapi.json, and a web
+/// page at /. Ctrl-C or SIGTERM lets running answers finish for a few seconds and exits with 0; a second signal ends at once.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Address to listen on. Only this machine's own addresses are allowed, since there are no keys yet.
+    /// Address to listen on. Addresses that other machines can reach need an API key.
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: IpAddr,
     /// Port to listen on; 0 = any free one.
@@ -40,6 +41,23 @@ pub(crate) struct Args {
     /// Requests that may wait; more are refused with status 429.
     #[arg(long, default_value_t = 256, value_name = "N")]
     max_queued: usize,
+    /// Key that requests must carry, as `Authorization: Bearer KEY` or `x-api-key: KEY`; may be given several times. Others
+    /// on this machine may see a command line: a variable or a file is better.
+    #[arg(long, value_name = "KEY", env = "TROIKA_API_KEY", hide_env_values = true)]
+    api_key: Vec<String>,
+    /// More keys, separated by commas.
+    #[arg(long, value_name = "KEYS", env = "TROIKA_API_KEYS", hide_env_values = true, value_delimiter = ',')]
+    api_keys: Vec<String>,
+    /// File with a key on each line; empty lines and those that begin with # do not count.
+    #[arg(long, value_name = "FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Origin of a web page that may use the server, such as http://localhost:3000; may be given several times. Without it
+    /// no other page may.
+    #[arg(long, value_name = "ORIGIN")]
+    cors_origin: Vec<String>,
+    /// Megabytes that request bodies may take together while they are read.
+    #[arg(long, default_value_t = 64, value_name = "MB", value_parser = clap::value_parser!(u32).range(16..=65536))]
+    max_body_memory: u32,
 }
 
 /// A signal that asks the process to end.
@@ -76,12 +94,33 @@ pub(crate) async fn terminated() -> Result<Signal> {
     }
 }
 
+impl Args {
+    /// Who may use the server. Errors name the file, never a key.
+    fn access(&self) -> Result<Access> {
+        let file = match &self.api_key_file {
+            None => String::new(),
+            Some(path) => {
+                let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+                ensure!(keys(&text).next().is_some(), "{} has no key", path.display());
+                text
+            }
+        };
+        let given = self.api_key.iter().chain(&self.api_keys).map(String::as_str);
+        Ok(Access::new(given.chain(keys(&file)), self.cors_origin.iter().map(String::as_str))?)
+    }
+}
+
+fn keys(file: &str) -> impl Iterator<Item = &str> {
+    file.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'))
+}
+
 #[tokio::main]
 pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
+    let access = args.access()?;
     ensure!(
-        args.host.is_loopback(),
-        "--host {}: this address can be reached from other machines, and there are no API keys yet; use 127.0.0.1 behind a \
-         reverse proxy that asks for one",
+        args.host.is_loopback() || access.needs_key(),
+        "--host {}: this address can be reached from other machines, so it needs a key: give --api-key KEY or \
+         --api-key-file FILE, or use 127.0.0.1",
         args.host
     );
     let class = args.model.class_or(NumericClass::Fast);
@@ -105,13 +144,16 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let state = ServerState {
         generator: Arc::clone(&engine) as Arc<dyn Generator>,
         tokenizer,
+        texts: Arc::new(model.texts()),
         model_id: model.name.clone(),
         created_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
         defaults: SamplingDefaults { temperature, top_p },
         max_context_tokens,
         stop_tokens: model.config.eos_token_ids.clone(),
+        devices: vec![device.clone()],
         degraded: None,
-        limits: Limits::default(),
+        access,
+        limits: Limits { max_bodies_bytes: (args.max_body_memory as usize) << 20, ..Limits::default() },
     };
     tracing::info!(model = model.name, %class, device, "serving http://{}", listener.local_addr()?);
     let (told, mut shutdown) = tokio::sync::watch::channel(false);

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use troika_base::{RequestId, SequenceId};
 
-use crate::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Usage};
-use crate::sampler::sample;
+use crate::api::{ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, TokenSet, Usage};
+use crate::sampler::{History, allow_only, logprobs, penalize, sample};
 
 /// Where a request stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +34,7 @@ pub(super) struct Live {
     sink: Box<dyn EventSink>,
     newest: [u32; 1],
     num_generated: usize,
+    history: History,
     submitted: Instant,
     first_token: Option<Instant>,
     last_token: Option<Instant>,
@@ -41,6 +42,7 @@ pub(super) struct Live {
 
 impl Live {
     pub(super) fn new(id: RequestId, request: GenerateRequest, sink: Box<dyn EventSink>) -> Self {
+        let history = History::new(&request.prompt, &request.sampling);
         Self {
             id,
             request,
@@ -53,6 +55,7 @@ impl Live {
             sink,
             newest: [0],
             num_generated: 0,
+            history,
             submitted: Instant::now(),
             first_token: None,
             last_token: None,
@@ -85,12 +88,15 @@ impl Live {
         }
     }
 
-    /// Draws the next token and reports it, or the end. True if it was a token of the answer.
-    pub(super) fn draw(&mut self, logits: &[f32], max_context_tokens: usize) -> bool {
-        let token = match sample(logits, &self.request.sampling, self.num_computed_tokens) {
+    /// Draws the next token and reports it, or the end. `logits [vocab_size]` are changed. True if it was a token of the
+    /// answer.
+    pub(super) fn draw(&mut self, logits: &mut [f32], max_context_tokens: usize) -> bool {
+        // Of the model's own distribution, so before anything changes it.
+        let likely = self.request.logprobs.map(|top| logprobs(logits, top));
+        let token = match self.choose(logits) {
             Ok(token) => token,
-            Err(error) => {
-                self.fail(&error.to_string());
+            Err(message) => {
+                self.fail(&message);
                 return false;
             }
         };
@@ -101,18 +107,41 @@ impl Live {
             self.finish(FinishReason::StopToken(token));
             return false;
         }
+        let state = match self.request.constraint.as_mut().map(|constraint| constraint.accept(token)) {
+            Some(Err(message)) => {
+                self.fail(&message);
+                return false;
+            }
+            Some(Ok(state)) => state,
+            None => ConstraintState::Open,
+        };
+        self.history.push(token);
         self.phase = Phase::Decode;
         self.newest = [token];
         self.num_generated += 1;
-        self.send(Event::Token(token));
+        self.send(Event::Token { token, logprobs: likely.map(|likely| Box::new(likely.of(token))) });
         if self.phase == Phase::Ended {
             // Nobody listens any more.
+        } else if state == ConstraintState::Complete {
+            self.finish(FinishReason::ConstraintComplete);
         } else if self.num_generated == self.request.max_new_tokens {
             self.finish(FinishReason::Length);
         } else if self.num_computed_tokens + 1 >= max_context_tokens {
             self.finish(FinishReason::ContextFull);
         }
         true
+    }
+
+    /// The next token; it depends on this request alone.
+    fn choose(&mut self, logits: &mut [f32]) -> Result<u32, String> {
+        let request = &mut self.request;
+        penalize(logits, &request.sampling, &self.history, &request.logit_bias);
+        if let Some(constraint) = &mut request.constraint {
+            let mut allowed = TokenSet::new(logits.len());
+            constraint.allow(&mut allowed)?;
+            allow_only(logits, &allowed).map_err(|error| error.to_string())?;
+        }
+        sample(logits, &request.sampling, self.num_computed_tokens).map_err(|error| error.to_string())
     }
 
     /// Ends the request in an ordinary way. A second end is ignored.

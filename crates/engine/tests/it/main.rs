@@ -2,5 +2,6 @@
 
 mod contract;
 mod golden;
+mod sampling;
 mod serving;
 mod support;

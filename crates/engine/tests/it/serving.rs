@@ -27,7 +27,7 @@ impl EventSink for Channel {
 fn request(seed: u64, prompt: usize, max_new_tokens: usize) -> GenerateRequest {
     let prompt = (0..prompt).map(|i| ((i as u64 * 31 + seed * 17) % 383) as u32).collect();
     let sampling = Sampling { temperature: 1.0, seed, ..Sampling::GREEDY };
-    GenerateRequest { prompt, max_new_tokens, sampling, stop_tokens: Vec::new() }
+    GenerateRequest::new(prompt, max_new_tokens, sampling)
 }
 
 fn start(engine: &Engine, request: GenerateRequest) -> Receiver<Event> {
@@ -41,7 +41,7 @@ fn collect(events: &Receiver<Event>) -> (Vec<u32>, Event) {
     let mut tokens = Vec::new();
     loop {
         match events.recv_timeout(Duration::from_secs(60)).expect("the engine answers") {
-            Event::Token(token) => tokens.push(token),
+            Event::Token { token, .. } => tokens.push(token),
             Event::Prefilled { .. } => {}
             end => return (tokens, end),
         }
@@ -199,8 +199,10 @@ fn a_listener_without_room_pauses_its_own_request_only() {
     let ended = |events: &[Event]| matches!(events.last(), Some(Event::Finished { .. }));
     wait_until("it goes on", || ended(&gate.0.lock().expect("not poisoned").1));
     let events = &gate.0.lock().expect("not poisoned").1;
-    let tokens: Vec<u32> =
-        events.iter().filter_map(|event| if let Event::Token(token) = event { Some(*token) } else { None }).collect();
+    let tokens: Vec<u32> = events
+        .iter()
+        .filter_map(|event| if let Event::Token { token, .. } = event { Some(*token) } else { None })
+        .collect();
     assert_eq!(tokens, want, "in order, none lost");
 }
 

@@ -44,6 +44,7 @@ async fn a_completion() {
     assert_eq!(reply["choices"], json!([choice]));
     let usage = json!({
         "prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14, "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     });
     assert_eq!(reply["usage"], usage);
     let request = &world.engine.requests()[0];
@@ -171,7 +172,7 @@ async fn finish_reasons() {
         (says("😀"), json!({"max_tokens": 3}), "\u{FFFD}", "length"),
         (says("ab"), json!({"stop": "ab"}), "", "stop"),
         // Markers are not text.
-        (vec![Act::Token(260), Act::Token(b'x'.into()), Act::Token(261)], json!({}), "x", "stop"),
+        (vec![Act::Token(258), Act::Token(b'x'.into()), Act::Token(261)], json!({}), "x", "stop"),
         (vec![], json!({}), "", "stop"),
     ] {
         world.engine.play(script);

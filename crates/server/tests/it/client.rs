@@ -42,7 +42,8 @@ impl Reply {
         assert_eq!((error["code"].as_str(), error["param"].as_str()), (Some(code), param), "{body}");
         assert!(!error["message"].as_str().unwrap_or_default().is_empty(), "{body}");
         assert!(error["type"].is_string(), "{body}");
-        let members: Vec<&String> = error.as_object().expect("an object").keys().collect();
+        let mut members: Vec<&String> = error.as_object().expect("an object").keys().collect();
+        members.sort();
         assert_eq!(members, ["code", "message", "param", "type"]);
         assert_eq!(self.header("content-type"), Some("application/json"));
     }

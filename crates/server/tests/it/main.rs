@@ -1,18 +1,24 @@
 //! Real HTTP over loopback against a scripted engine.
 
+mod access;
 mod answers;
+mod anthropic;
 mod client;
 mod lifecycle;
+mod page;
 mod parameters;
 mod refusals;
+mod responses;
 mod streams;
+mod tools;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use serde_json::{Value, json};
 use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
-use troika_prompt::Tokenizer;
-use troika_server::{Limits, SamplingDefaults, ServerError, ServerState, serve};
+use troika_prompt::{FixedTexts, Tokenizer};
+use troika_server::parameters::Endpoint;
+use troika_server::{Access, Limits, SamplingDefaults, ServerError, ServerState, serve};
 use troika_testkit::{
     scripted::{Act, Outcome, ScriptedEngine},
     tokenizer::TokenizerSpec,
@@ -48,12 +54,15 @@ impl World {
         let mut state = ServerState {
             generator: engine.clone(),
             tokenizer: Arc::new(tokenizer.expect("the test tokenizer loads")),
+            texts: Arc::new(FixedTexts::from_source("texts.py".into(), "")),
             model_id: "troika/nano".into(),
             created_unix_s: 1_700_000_000,
             defaults: SamplingDefaults { temperature: 0.25, top_p: 0.75 },
             max_context_tokens: 4096,
             stop_tokens: vec![EOS],
+            devices: vec!["a scripted engine".into()],
             degraded: None,
+            access: Access::default(),
             limits: Limits { grace: Duration::from_millis(300), ..Limits::default() },
         };
         change(&mut state);
@@ -124,4 +133,15 @@ fn with(mut body: Value, more: Value) -> Value {
         body.extend(more);
     }
     body
+}
+
+/// The least that each route answers.
+fn minimal(endpoint: Endpoint) -> Value {
+    let messages = json!([{"role": "user", "content": "hello"}]);
+    match endpoint {
+        Endpoint::Chat => json!({"messages": messages}),
+        Endpoint::Completions => json!({"prompt": "hello"}),
+        Endpoint::Messages => json!({"messages": messages, "max_tokens": 1000}),
+        Endpoint::Responses => json!({"input": "hello"}),
+    }
 }
