@@ -126,7 +126,7 @@ def main() -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
         }
         (args.model / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=2) + "\n")
-        sampling = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 1.0, "top_p": 1.0}
+        sampling = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
         (args.model / "generation_config.json").write_text(json.dumps(sampling, indent=2) + "\n")
         np.save(args.run / "core.npy", encode_documents(tok, core))
         np.save(args.run / "tests.npy", encode_documents(tok, tests))

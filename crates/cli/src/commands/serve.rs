@@ -78,15 +78,16 @@ pub(crate) struct Args {
     no_cache: bool,
 }
 
-/// The tier on disk, if one is wanted and can be had.
-fn disk_tier(args: &Args, model: &OpenModel) -> Result<Option<DiskTier>> {
-    let Some(dir) = args.cache_dir.as_ref().filter(|_| !args.no_cache) else { return Ok(None) };
+/// The tier on disk if one is wanted, and why it is not there if it cannot be had.
+fn disk_tier(args: &Args, model: &OpenModel) -> Result<(Option<DiskTier>, Option<String>)> {
+    let Some(dir) = args.cache_dir.as_ref().filter(|_| !args.no_cache) else { return Ok((None, None)) };
     let [weights, tokenizer] = model.digests()?;
     match Store::open(dir, args.cache_disk_limit.0) {
-        Ok((store, items)) => Ok(Some(DiskTier { store, items, weights, tokenizer })),
+        Ok((store, items)) => Ok((Some(DiskTier { store, items, weights, tokenizer }), None)),
         Err(error) => {
-            tracing::warn!("no prefixes are kept on disk: {error}");
-            Ok(None)
+            let reason = format!("no prefixes are kept on disk: {error}");
+            tracing::warn!("{reason}");
+            Ok((None, Some(reason)))
         }
     }
 }
@@ -175,7 +176,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
     let runner = model.runner(args.model.runner_options(class))?;
     let device = runner.device_description().to_owned();
-    let disk = disk_tier(args, &model)?;
+    let (disk, degraded) = disk_tier(args, &model)?;
     let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
     let state = ServerState {
         generator: Arc::clone(&engine) as Arc<dyn Generator>,
@@ -187,7 +188,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_context_tokens,
         stop_tokens: model.config.eos_token_ids.clone(),
         devices: vec![device.clone()],
-        degraded: None,
+        degraded,
         access,
         limits: Limits { max_bodies_bytes: (args.max_body_memory as usize) << 20, ..Limits::default() },
     };
