@@ -23,8 +23,8 @@ pub enum StoreError {
     #[error("{} is in use by another process", dir.display())]
     InUse { dir: PathBuf },
     /// The operating system refused.
-    #[error("cannot {op} {}: {source}", path.display())]
-    Io { op: &'static str, path: PathBuf, source: io::Error },
+    #[error("cannot {op} {}: {reason}", path.display())]
+    Io { op: &'static str, path: PathBuf, reason: io::Error },
 }
 
 /// What a read found.
@@ -93,7 +93,7 @@ impl Store {
     pub fn open(dir: &Path, limit_bytes: u64) -> Result<(Self, Vec<Item>), StoreError> {
         let io = |op, path: &Path| {
             let path = path.to_owned();
-            move |source| StoreError::Io { op, path, source }
+            move |reason| StoreError::Io { op, path, reason }
         };
         fs::create_dir_all(dir).map_err(io("create", dir))?;
         let path = dir.join(LOCK);
@@ -101,7 +101,7 @@ impl Store {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(StoreError::InUse { dir: dir.to_owned() }),
-            Err(TryLockError::Error(source)) => return Err(io("lock", &path)(source)),
+            Err(TryLockError::Error(reason)) => return Err(io("lock", &path)(reason)),
         }
         let mut status = Status { limit_bytes, ..Status::default() };
         let items = scan(dir, &mut status.quarantined).map_err(io("read", dir))?;

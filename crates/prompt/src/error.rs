@@ -7,8 +7,8 @@ use std::path::PathBuf;
 #[non_exhaustive]
 pub enum PromptError {
     /// The file is missing or unreadable.
-    #[error("cannot read the tokenizer {}: {source}", path.display())]
-    Read { path: PathBuf, source: std::io::Error },
+    #[error("cannot read the tokenizer {}: {reason}", path.display())]
+    Read { path: PathBuf, reason: std::io::Error },
     /// The file is not a tokenizer that we can use.
     #[error("{file} is not a usable tokenizer: {reason}")]
     Malformed { file: String, reason: String },

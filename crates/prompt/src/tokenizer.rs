@@ -56,7 +56,7 @@ impl Tokenizer {
     ///
     /// If the file cannot be read, or is not a byte-level BPE tokenizer.
     pub fn from_file(path: &Path) -> Result<Self, PromptError> {
-        let bytes = std::fs::read(path).map_err(|source| PromptError::Read { path: path.to_owned(), source })?;
+        let bytes = std::fs::read(path).map_err(|reason| PromptError::Read { path: path.to_owned(), reason })?;
         Self::from_bytes(&path.display().to_string(), &bytes)
     }
 

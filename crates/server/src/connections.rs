@@ -90,7 +90,7 @@ async fn accept(
                 num_failures = 0;
                 connections.spawn(converse(socket, router.clone(), phase.clone(), limits, place));
             }
-            Err(source) if num_failures == MAX_ACCEPT_FAILURES => return ServerError::Accept { source },
+            Err(reason) if num_failures == MAX_ACCEPT_FAILURES => return ServerError::Accept { reason },
             Err(error) => {
                 num_failures += 1;
                 tracing::warn!(%error, num_failures, "cannot accept a connection");

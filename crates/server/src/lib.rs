@@ -117,8 +117,8 @@ impl Default for Limits {
 #[non_exhaustive]
 pub enum ServerError {
     /// The listening socket is broken.
-    #[error("cannot accept connections: {source}")]
-    Accept { source: std::io::Error },
+    #[error("cannot accept connections: {reason}")]
+    Accept { reason: std::io::Error },
 }
 
 fn unix_time_s() -> u64 {
