@@ -46,7 +46,7 @@ pub use level::CpuLevel;
 pub use matmul::{grouped_matmul, matmul};
 pub use norm::{rms_norm, rms_norm_in_place};
 pub use parallel::{Ctx, Parallel, Serial, for_each_row, for_each_row_with, for_each_row2};
-pub use pool::{pool, pool_at};
+pub use pool::pool;
 pub use rope::{rope, rope_row};
 pub use route::{RouteParams, Scoring, route, route_with_scores};
 pub use rows::RowList;

@@ -14,17 +14,8 @@ use crate::math::{exp, mul_add};
 ///
 /// # Panics
 ///
-/// If there are no entries, or a slice has another length than `out`.
-pub fn pool(entries: &[(&[f32], &[f32])], out: &mut [f32]) {
-    pool_at(CpuLevel::best(), entries, out);
-}
-
-/// [`pool`] at a given level.
-///
-/// # Panics
-///
-/// As [`pool`], or if this CPU lacks `level`.
-pub fn pool_at(level: CpuLevel, entries: &[(&[f32], &[f32])], out: &mut [f32]) {
+/// If there are no entries, a slice has another length than `out`, or this CPU lacks `level`.
+pub fn pool(level: CpuLevel, entries: &[(&[f32], &[f32])], out: &mut [f32]) {
     assert!(!entries.is_empty(), "a block has at least one entry");
     assert!(
         entries.iter().all(|(kv, gate)| kv.len() == out.len() && gate.len() == out.len()),

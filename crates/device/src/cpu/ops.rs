@@ -230,7 +230,7 @@ impl Call<'_> {
                 let (kv, gate) = pool.token(position).expect("the block's tokens are kept");
                 entries.push((&kv[lane..], &gate[lane..]));
             }
-            kernels::pool_at(self.ctx.level, &entries, row);
+            kernels::pool(self.ctx.level, &entries, row);
             let serial = Ctx { level: self.ctx.level, par: &kernels::Serial };
             kernels::rms_norm_in_place(serial, row, dim, Some(norm), compressor.norm_eps);
             kernels::rope_row(row, block as i64, &compressor.freqs, false);

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use troika_base::Format;
 use troika_kernels::{
     CpuLevel, HcParams, RouteParams, RowList, Scoring, add, argmax, attend_row, embed, fake_fp4, fake_fp8, hadamard,
-    hc_head, hc_mix, hc_post, hc_pre, index_scores, pool_at, reference, rms_norm, rms_norm_in_place, rope, rope_row,
+    hc_head, hc_mix, hc_post, hc_pre, index_scores, pool, reference, rms_norm, rms_norm_in_place, rope, rope_row,
     route, route_with_scores, stream_mean, swiglu, top_k,
 };
 
@@ -181,7 +181,7 @@ proptest! {
         reference::pool(&entries, &mut want);
         for level in CpuLevel::available() {
             let mut got = vec![f32::NAN; d];
-            pool_at(level, &entries, &mut got);
+            pool(level, &entries, &mut got);
             // Gates up to 30: the difference to the maximum is rounded before the exponential.
             within(&got, &want, |_| (n + 64) as f64 * EPS * 4.0).map_err(fail(level))?;
         }
