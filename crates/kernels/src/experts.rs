@@ -23,11 +23,19 @@ pub struct ExpertWeights<'a> {
 
 impl ExpertWeights<'_> {
     fn check(&self, dim: usize) -> usize {
-        let inner = self.w1.rows();
-        let shapes = [self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols()));
-        assert_eq!(shapes, [(inner, dim), (inner, dim), (dim, inner)], "w1 and w3 must be [I, {dim}], w2 [{dim}, I]");
-        inner
+        hidden_width([self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols())), dim)
     }
+}
+
+/// `I` of an expert whose `w1`, `w3`, `w2` have these rows and columns.
+///
+/// # Panics
+///
+/// If they do not belong to one expert of width `dim`.
+pub(crate) fn hidden_width(shapes: [(usize, usize); 3], dim: usize) -> usize {
+    let inner = shapes[0].0;
+    assert_eq!(shapes, [(inner, dim), (inner, dim), (dim, inner)], "w1 and w3 must be [I, {dim}], w2 [{dim}, I]");
+    inner
 }
 
 /// `out[t] = expert(x[t])`.

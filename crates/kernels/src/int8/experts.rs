@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, row_blocks, strip_tasks};
 use crate::Ctx;
-use crate::experts::{Routes, rows_of_tokens};
+use crate::experts::{Routes, hidden_width, rows_of_tokens};
 use crate::parallel::{Disjoint, for_each_row, run_tasks};
 use crate::swiglu::swiglu_in_place;
 
@@ -21,10 +21,7 @@ pub struct Int8Expert<'a> {
 
 impl Int8Expert<'_> {
     fn check(&self, dim: usize) -> usize {
-        let inner = self.w1.rows();
-        let shapes = [self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols()));
-        assert_eq!(shapes, [(inner, dim), (inner, dim), (dim, inner)], "w1 and w3 must be [I, {dim}], w2 [{dim}, I]");
-        inner
+        hidden_width([self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols())), dim)
     }
 }
 
