@@ -209,6 +209,11 @@ impl Window {
         self.first + self.rows.len() / self.dim
     }
 
+    /// Rows that a token may see.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Position of the first row kept.
     pub fn first(&self) -> usize {
         self.first
