@@ -48,7 +48,7 @@ pub struct Status {
     pub foreign_bytes: u64,
     pub written: u64,
     pub read: u64,
-    /// Writes dropped because the queue was full, there was no room, or writing is off.
+    /// Writes dropped because the queue was full, there was no room or nothing to write, or writing is off.
     pub dropped: u64,
     /// Jobs of reading refused because the queue was full or reading is off.
     pub refused_reads: u64,
@@ -62,7 +62,7 @@ pub struct Status {
     pub read_failure: Option<String>,
 }
 
-type Payload = Box<dyn FnOnce() -> Vec<u8> + Send>;
+type Payload = Box<dyn FnOnce() -> Option<Vec<u8>> + Send>;
 type Job = Box<dyn FnOnce(&dyn Fn(Name) -> Read) + Send>;
 
 #[derive(Default)]
@@ -150,8 +150,9 @@ impl Store {
         Ok((Self { inner, threads: Vec::new() }, items, hands))
     }
 
-    /// Queues a file to be written; `payload` is called when its turn comes. False if it is dropped.
-    pub fn put(&self, header: Header, payload: impl FnOnce() -> Vec<u8> + Send + 'static) -> bool {
+    /// Queues a file to be written; `payload` is called when its turn comes, and may find that there is nothing to write.
+    /// False if it is dropped.
+    pub fn put(&self, header: Header, payload: impl FnOnce() -> Option<Vec<u8>> + Send + 'static) -> bool {
         let mut shared = self.inner.lock();
         if shared.writes.len() >= MAX_QUEUED_WRITES || !shared.writing.admits() {
             shared.status.dropped += 1;
@@ -372,7 +373,7 @@ impl Inner {
         }
     }
 
-    /// Writes one file so that it is there whole or not at all. False if there is no room.
+    /// Writes one file so that it is there whole or not at all. False if there is no room, or nothing to write.
     fn write(&self, header: &Header, payload: Payload) -> io::Result<bool> {
         if !self.lock.is_in_place() {
             return Err(io::Error::new(io::ErrorKind::NotFound, "the directory was removed or replaced"));
@@ -387,7 +388,7 @@ impl Inner {
         if used.total_bytes().saturating_add(HEADER_BYTES as u64 + header.payload_bytes) > limit {
             return Ok(false);
         }
-        let payload = payload();
+        let Some(payload) = payload() else { return Ok(false) };
         debug_assert_eq!(payload.len() as u64, header.payload_bytes, "the payload is as long as announced");
         let temporary = self.dir.join(format!("{TEMPORARY}{}-{count}", std::process::id()));
         let written = self.files.write(&temporary, &[&header.encode(&payload), &payload]);

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use troika_base::{RequestId, SequenceId};
+use troika_device::state::Packing;
 use troika_device::{SequenceState, StateShape};
 use troika_graph::Acceptance;
 use troika_runtime::{ExecutorError, Priority, Ticket};
@@ -32,6 +33,11 @@ pub trait StepRunner {
 
     /// Name of the arithmetic: rows of one class never meet those of another.
     fn numeric_class(&self) -> String;
+
+    /// How rows of that class lie in files.
+    fn packing(&self) -> Packing {
+        Packing::Floats
+    }
 
     /// Bytes that the values of a step of so many rows take at most.
     fn step_bytes(&self, rows: usize) -> u64;
@@ -126,7 +132,8 @@ impl<R: StepRunner> Core<R> {
     pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
-        let identity = CacheIdentity { class: runner.numeric_class(), ..CacheIdentity::default() };
+        let (class, packing) = (runner.numeric_class(), runner.packing());
+        let identity = CacheIdentity { class, packing, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;

@@ -7,12 +7,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use troika_device::StateShape;
-use troika_device::state::{AttachError, BlockRows, Boundary};
+use troika_device::state::{AttachError, BlockRows, Boundary, Packing};
 use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, LeaseId};
 use troika_kvstore::format::HEADER_BYTES;
 use troika_kvstore::{Header, Item, Kind, Name, Read, Store};
 
-use super::prefix::LAYOUT_VERSION;
 use crate::api::CacheStatus;
 
 /// A store that is open, and what the rows in it depend on.
@@ -80,6 +79,7 @@ pub(super) struct Disk {
     names: BTreeMap<BlockId, BlockHash>,
     limit_bytes: u64,
     shape: Arc<StateShape>,
+    packing: Packing,
     /// Everything being read, awaited or not.
     loads: BTreeMap<LoadId, Load>,
     next_load: u64,
@@ -96,6 +96,7 @@ impl Disk {
         store: Store,
         items: Vec<Item>,
         shape: &StateShape,
+        packing: Packing,
         wake: impl Fn() + Send + Sync + 'static,
     ) -> Self {
         let status = store.status();
@@ -106,6 +107,7 @@ impl Disk {
             names: BTreeMap::new(),
             limit_bytes: status.limit_bytes,
             shape: Arc::new(shape.clone()),
+            packing,
             loads: BTreeMap::new(),
             next_load: 0,
             loaded: channel(),
@@ -203,22 +205,24 @@ impl Disk {
     pub(super) fn put_rows(&mut self, depth: u32, parent: BlockHash, hash: BlockHash, rows: &Arc<BlockRows>) {
         self.settle();
         let mut gone = Vec::new();
-        let new = self.insert(depth, &parent, hash, HEADER_BYTES as u64 + rows.bytes(), &mut gone);
+        let bytes = BlockRows::packed_bytes(&self.shape, self.packing);
+        let new = self.insert(depth, &parent, hash, HEADER_BYTES as u64 + bytes, &mut gone);
         self.store.remove(&gone);
         if new.is_some() {
-            let rows = Arc::clone(rows);
-            self.put(Kind::Rows, depth, parent, hash, rows.bytes(), move || bytes_of(rows.floats()));
+            let (rows, shape, packing) = (Arc::clone(rows), Arc::clone(&self.shape), self.packing);
+            self.put(Kind::Rows, depth, parent, hash, bytes, move || packed(hash, rows.pack(&shape, packing)));
         }
     }
 
     pub(super) fn put_boundary(&mut self, depth: u32, parent: BlockHash, hash: BlockHash, boundary: &Arc<Boundary>) {
         self.settle();
         let mut gone = Vec::new();
-        let new = self.insert_boundary(hash, HEADER_BYTES as u64 + boundary.bytes(), &mut gone);
+        let bytes = boundary.packed_bytes(&self.shape, self.packing);
+        let new = self.insert_boundary(hash, HEADER_BYTES as u64 + bytes, &mut gone);
         self.store.remove(&gone);
         if new {
-            let boundary = Arc::clone(boundary);
-            self.put(Kind::Boundary, depth, parent, hash, boundary.bytes(), move || bytes_of(boundary.floats()));
+            let (boundary, shape, packing) = (Arc::clone(boundary), Arc::clone(&self.shape), self.packing);
+            self.put(Kind::Boundary, depth, parent, hash, bytes, move || packed(hash, boundary.pack(&shape, packing)));
         }
     }
 
@@ -229,9 +233,10 @@ impl Disk {
         parent: BlockHash,
         hash: BlockHash,
         payload_bytes: u64,
-        payload: impl FnOnce() -> Vec<u8> + Send + 'static,
+        payload: impl FnOnce() -> Option<Vec<u8>> + Send + 'static,
     ) {
-        let header = Header { name: Name { kind, hash }, layout: LAYOUT_VERSION, depth, parent, payload_bytes };
+        let layout = self.packing.layout_version();
+        let header = Header { name: Name { kind, hash }, layout, depth, parent, payload_bytes };
         if !self.store.put(header, payload) {
             let mut gone = Vec::new();
             self.forget(Name { kind, hash }, &mut gone);
@@ -264,15 +269,15 @@ impl Disk {
         let progress = Arc::new(Progress::default());
         let (sender, wake) = (self.loaded.0.clone(), Arc::clone(&self.wake));
         let (shape, watched) = (Arc::clone(&self.shape), Arc::clone(&progress));
-        let (first, len) = (wanted.in_memory, wanted.len);
+        let (first, len, packing) = (wanted.in_memory, wanted.len, self.packing);
         let job = move |read: &dyn Fn(Name) -> Read| {
             let mut loaded = Loaded { id, first, rows: Vec::new(), boundary: None, failed: None };
-            loaded.read(&names, read, &shape, len, &watched);
+            loaded.read(&names, read, (&shape, packing), len, &watched);
             // If the engine is gone, nobody waits.
             let _ = sender.send(loaded);
             wake();
         };
-        if !self.store.fetch(LAYOUT_VERSION, job) {
+        if !self.store.fetch(packing.layout_version(), job) {
             return None;
         }
         self.next_load += 1;
@@ -359,7 +364,7 @@ impl Loaded {
         &mut self,
         names: &[Name],
         read: &dyn Fn(Name) -> Read,
-        shape: &StateShape,
+        (shape, packing): (&StateShape, Packing),
         len: usize,
         progress: &Progress,
     ) {
@@ -371,10 +376,9 @@ impl Loaded {
                 self.failed = Some(*name);
                 return;
             };
-            let floats = floats_of(&bytes);
             let taken: Result<(), AttachError> = match name.kind {
-                Kind::Rows => BlockRows::from_floats(shape, &floats).map(|rows| self.rows.push(rows)),
-                Kind::Boundary => Boundary::from_floats(shape, len, &floats).map(|it| self.boundary = Some(it)),
+                Kind::Rows => BlockRows::unpack(shape, packing, &bytes).map(|rows| self.rows.push(rows)),
+                Kind::Boundary => Boundary::unpack(shape, packing, len, &bytes).map(|it| self.boundary = Some(it)),
             };
             if let Err(error) = taken {
                 tracing::warn!(%error, file = %name, "a stored block is of another model");
@@ -386,10 +390,10 @@ impl Loaded {
     }
 }
 
-fn floats_of(bytes: &[u8]) -> Vec<f32> {
-    bytes.chunks_exact(4).map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]])).collect()
-}
-
-fn bytes_of<'a>(floats: impl Iterator<Item = &'a [f32]>) -> Vec<u8> {
-    floats.flatten().flat_map(|x| x.to_le_bytes()).collect()
+/// Says so if there is nothing to write, for then something is wrong with the rows.
+fn packed(hash: BlockHash, bytes: Option<Vec<u8>>) -> Option<Vec<u8>> {
+    if bytes.is_none() {
+        tracing::warn!(block = %hash, "rows are not what the numeric class makes of them: the block is not stored on disk");
+    }
+    bytes
 }

@@ -7,15 +7,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use troika_device::state::{BlockRows, Boundary};
+use troika_device::state::{BlockRows, Boundary, Packing};
 use troika_device::{SequenceState, StateShape};
 use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, LeaseId, Skip};
 
 use super::disk::{Disk, DiskTier, LoadId, Loaded, Wanted};
 use crate::api::{CacheStatus, RequestRecord};
-
-/// Version of what a block and a boundary hold.
-pub(super) const LAYOUT_VERSION: u32 = 1;
 
 /// Where a sequence stands with the cache.
 #[derive(Debug)]
@@ -65,6 +62,7 @@ pub(super) struct CacheIdentity {
     pub(super) weights: Vec<u8>,
     pub(super) tokenizer: Vec<u8>,
     pub(super) class: String,
+    pub(super) packing: Packing,
 }
 
 impl Prefixes {
@@ -85,8 +83,9 @@ impl Prefixes {
     /// Also keeps prefixes on disk; `wake` is called on another thread when [`Self::take_loaded`] has something. No sequence
     /// may have been looked up or stored before.
     pub(super) fn set_disk(&mut self, tier: DiskTier, shape: &StateShape, wake: impl Fn() + Send + Sync + 'static) {
+        let packing = self.identity.packing;
         (self.identity.weights, self.identity.tokenizer) = (tier.weights, tier.tokenizer);
-        self.disk = Some(Disk::new(tier.store, tier.items, shape, wake));
+        self.disk = Some(Disk::new(tier.store, tier.items, shape, packing, wake));
         self.publish();
     }
 
@@ -102,7 +101,7 @@ impl Prefixes {
         let identity = Identity {
             weights: &self.identity.weights,
             tokenizer: &self.identity.tokenizer,
-            layout: LAYOUT_VERSION,
+            layout: self.identity.packing.layout_version(),
             class: &self.identity.class,
             tenant: tenant.as_bytes(),
         };

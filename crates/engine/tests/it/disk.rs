@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use troika_base::NumericClass;
 use troika_engine::api::{Event, Generator};
 use troika_engine::{DiskTier, Engine, EngineOptions};
 use troika_kvstore::{Store, usage};
@@ -14,13 +15,38 @@ use troika_testkit::scratch_dir;
 
 use crate::cache::{CACHED, answer, request, tokens};
 use crate::serving::{Channel, wait_until};
-use crate::support::{open, options};
+use crate::support::{open, options, options_for};
 
 /// An engine on `dir`; `weights` stands for the model's digest.
 fn engine(dir: &Path, limit: u64, weights: &str, options_of_engine: EngineOptions) -> Engine {
     let (store, items) = Store::open(dir, limit).expect("opens");
     let tier = DiskTier { store, items, weights: weights.into(), tokenizer: b"t".to_vec() };
     Engine::start_with_disk(open("tiny-bf16", options()), options_of_engine, Some(tier)).expect("starts")
+}
+
+/// Rows of `official` lie packed: about half of the bytes in this model, and not one bit differs.
+#[test]
+fn official_rows_are_packed_and_come_back_equal() {
+    let prompt = tokens(1, 3 * 128 + 5);
+    let mut bytes = Vec::new();
+    for class in [NumericClass::Official, NumericClass::Fast] {
+        let dir = scratch_dir();
+        let mut answers = Vec::new();
+        for cached in [0, 384] {
+            let (store, items) = Store::open(dir.path(), 1 << 30).expect("opens");
+            let tier = DiskTier { store, items, weights: b"w".to_vec(), tokenizer: b"t".to_vec() };
+            let runner = open("tiny-bf16", options_for(class));
+            let running = Engine::start_with_disk(runner, CACHED, Some(tier)).expect("starts");
+            let (said, usage) = answer(&running, request(prompt.clone(), 20));
+            assert_eq!(usage.cached_tokens, cached, "{class}");
+            answers.push(said);
+            running.shutdown();
+            assert_eq!(running.status().cache.disk_dropped, 0, "{class}: every row is on the grid");
+        }
+        assert_eq!(answers[0], answers[1], "{class}");
+        bytes.push(usage(dir.path()).expect("readable").bytes);
+    }
+    assert!(bytes[0] * 10 < bytes[1] * 6, "{bytes:?}");
 }
 
 /// An engine on a disk that fails when told to.

@@ -30,7 +30,7 @@ fn put(store: &Store, n: u8, bytes: usize) -> bool {
         parent: BlockHash([n - 1; 32]),
         payload_bytes: bytes as u64,
     };
-    store.put(header, move || payload(n, bytes))
+    store.put(header, move || Some(payload(n, bytes)))
 }
 
 fn open(dir: &Path, limit: u64) -> (Store, Vec<Name>) {
