@@ -1,6 +1,7 @@
 //! Files under a directory: whole or not there, never wrong, never more than the limit.
 
 mod crash;
+mod damage;
 mod faults;
 
 use std::fs;
