@@ -100,6 +100,36 @@ fn a_server_answers_and_ends_in_good_order() {
     assert_eq!(code_within(&mut server.child, Duration::from_secs(30)), Some(0));
 }
 
+/// A folder for prefixes that goes away while the server runs, and one that cannot be had: it serves without, and says so.
+#[test]
+fn a_server_without_its_cache_folder_says_so() {
+    let scratch = Scratch::new();
+    let model = scratch.arg("model");
+    let dir = scratch.arg("cache");
+    let health = |server: &Server| {
+        let (status, body) = server.request("GET", "/health", "");
+        assert!(status.contains("200"), "{status}");
+        let health: serde_json::Value = serde_json::from_str(&body).expect("JSON");
+        ["status", "reason"].map(|name| health[name].as_str().unwrap_or_default().to_owned())
+    };
+    let server = Server::start_with(&["--model", &model, "--cache-dir", &dir]);
+    assert_eq!(health(&server), ["ok", ""]);
+    let second = Server::start_with(&["--model", &model, "--cache-dir", &dir]);
+    let [status, reason] = health(&second);
+    assert!(status == "degraded" && reason.contains("in use by another process"), "{status}: {reason}");
+    std::fs::remove_dir_all(&dir).expect("removable");
+    let start = Instant::now();
+    while health(&server)[0] == "ok" {
+        assert!(start.elapsed() < Duration::from_secs(20), "it never says so");
+        let prompt = format!("{:?} {}", start.elapsed(), "one two three four ".repeat(40));
+        let ask = serde_json::json!({"prompt": prompt, "max_tokens": 2}).to_string();
+        let (status, body) = server.request("POST", "/v1/completions", &ask);
+        assert!(status.contains("200"), "{status} {body}");
+    }
+    let [status, reason] = health(&server);
+    assert!(status == "degraded" && reason.contains("prefixes are not kept on disk"), "{status}: {reason}");
+}
+
 #[test]
 fn addresses_that_cannot_be_served_are_refused() {
     let scratch = Scratch::new();
