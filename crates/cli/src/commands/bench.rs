@@ -80,7 +80,7 @@ impl Profile {
         };
         *total += tokens as u64;
         for (kind, _, entry) in forward.ledger.entries() {
-            *times.entry(kind).or_default() += entry.busy_us;
+            *times.entry(kind).or_default() += entry.busy_ns / 1000;
         }
     }
 
