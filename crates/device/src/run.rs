@@ -39,14 +39,15 @@ impl BufferPool {
     /// Most buffers kept of each type; a step of any model here has fewer slots.
     const MAX_KEPT: usize = 64;
 
+    /// At least `elements` long, with whatever the last step left in it.
     fn take<T: Clone + Default>(kept: &Mutex<Vec<Vec<T>>>, elements: usize) -> Vec<T> {
         let mut kept = lock(kept);
-        // The smallest that fits without growing.
-        let best = (0..kept.len()).filter(|i| kept[*i].capacity() >= elements).min_by_key(|i| kept[*i].capacity());
-        let mut buffer = best.map_or_else(Vec::new, |index| kept.swap_remove(index));
-        drop(kept);
-        buffer.resize(elements, T::default());
-        buffer
+        // The smallest that is large enough.
+        let best = (0..kept.len()).filter(|i| kept[*i].len() >= elements).min_by_key(|i| kept[*i].len());
+        match best {
+            Some(index) => kept.swap_remove(index),
+            None => vec![T::default(); elements],
+        }
     }
 
     fn give<T>(kept: &Mutex<Vec<Vec<T>>>, buffer: Vec<T>) {
@@ -54,7 +55,7 @@ impl BufferPool {
         kept.push(buffer);
         if kept.len() > Self::MAX_KEPT {
             // The smallest is the cheapest to make again.
-            let smallest = (0..kept.len()).min_by_key(|index| kept[*index].capacity());
+            let smallest = (0..kept.len()).min_by_key(|index| kept[*index].len());
             smallest.map(|index| kept.swap_remove(index));
         }
     }
