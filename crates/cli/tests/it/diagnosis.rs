@@ -227,12 +227,6 @@ fn a_small_memory_preempts_and_changes_no_token() {
     let limit = samples["troika_state_limit_bytes"];
     assert!(limit >= state as f64 && limit <= (steps + state) as f64, "{limit} of {state}");
 
-    let long = prompt(1, 128 * 30);
-    let (status, body) = server.request("POST", "/v1/completions", &ask(&long, 2).to_string());
-    assert!(status.contains("400"), "{status} {body}");
-    for part in ["memory_limit_exceeded", "3840 tokens", "--memory-limit"] {
-        assert!(body.contains(part), "no {part} in {body}");
-    }
     let log = server.stop();
     assert!(!log.contains("ERROR"), "{log}");
 }
@@ -250,6 +244,14 @@ fn memory_that_holds_nothing_is_refused() {
     let shape = runner.state_shape();
     let one_block = 2 * (runner.step_bytes(16) + runner.step_bytes(1)) + shape.fixed_bytes() + shape.bytes_per_block();
     let limit = one_block.to_string();
+    let server = Server::with(&model, &["--memory-limit", &limit, "--max-running", "1", "--no-cache"]);
+    post(&server, "", &ask(&prompt(1, 100), 2));
+    let tokens = prompt(1, 3840);
+    let (status, body) = server.request("POST", "/v1/completions", &ask(&tokens, 2).to_string());
+    assert!(status.contains("400"), "{status} {body}");
+    for part in ["memory_limit_exceeded", "3840 tokens", "--memory-limit"] {
+        assert!(body.contains(part), "no {part} in {body}");
+    }
     let small = ["run", &long, "--model", &model, "--memory-limit", &limit];
     troika(&small).fails(1, &["tokens needs", "larger --memory-limit"]);
 }
