@@ -194,7 +194,7 @@ fn a_small_memory_preempts_and_changes_no_token() {
     let model = scratch.arg("model");
     let runner = runner(&scratch.path("model"));
     let shape = runner.state_shape();
-    let steps = runner.step_bytes(16) + runner.step_bytes(4);
+    let steps = runner.step_bytes(16, 0) + runner.step_bytes(4, 4);
     // Four prompts fit, and the first block of each answer; the rest does not.
     let state = 4 * shape.fixed_bytes() + 12 * shape.bytes_per_block();
     // No answer is to end by itself.
@@ -242,7 +242,8 @@ fn memory_that_holds_nothing_is_refused() {
     let long = "word ".repeat(2000);
     let runner = runner(&scratch.path("model"));
     let shape = runner.state_shape();
-    let one_block = 2 * (runner.step_bytes(16) + runner.step_bytes(1)) + shape.fixed_bytes() + shape.bytes_per_block();
+    let one_block =
+        2 * (runner.step_bytes(16, 0) + runner.step_bytes(1, 1)) + shape.fixed_bytes() + shape.bytes_per_block();
     let limit = one_block.to_string();
     let server = Server::with(&model, &["--memory-limit", &limit, "--max-running", "1", "--no-cache"]);
     post(&server, "", &ask(&prompt(1, 100), 2));
