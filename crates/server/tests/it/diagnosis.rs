@@ -135,6 +135,13 @@ async fn several_keys_are_kept_apart() {
         assert_eq!(status["requests"].as_array().expect("a list").len(), count, "{key}");
     }
 
+    let headers = [("content-type", "application/json"), ("x-api-key", "one")];
+    let body = minimal(Endpoint::Responses).to_string();
+    let response = client::send(world.address, "POST", "/v1/responses", &headers, body.as_bytes()).await.ok();
+    let path = format!("/v1/responses/{}", response["id"].as_str().expect("an id"));
+    assert_eq!(get(&world, "one", &path).await.ok(), response);
+    get(&world, "two", &path).await.refuses(404, "response_not_found", None);
+
     let world = two(true).await;
     let ((id, first), (_, second)) = (post(&world, "one").await, post(&world, "two").await);
     assert!(first.tenant.is_empty() && second.tenant.is_empty());
