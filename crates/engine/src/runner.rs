@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
 use troika_base::{NumericClass, SequenceId};
 use troika_device::cpu::{CpuDevice, CpuOptions};
@@ -154,9 +155,6 @@ pub struct Draft {
     /// The pass, for its taps and ledger.
     pub forward: Forward,
 }
-
-/// Most logit rows that a step's memory is reckoned with: prefill steps want none, decode steps one a sequence.
-const MAX_LOGIT_ROWS: usize = 16;
 
 /// Templates kept for reuse.
 const MAX_TEMPLATES: usize = 16;
@@ -516,16 +514,28 @@ impl StepRunner for Runner {
         self.options.class.to_string()
     }
 
-    fn step_bytes(&self, rows: usize) -> u64 {
+    fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
         let signature = StepSignature {
             rows,
-            logit_rows: rows.min(MAX_LOGIT_ROWS),
+            logit_rows,
             select: true,
             class: self.options.class,
             draft_context: self.options.draft_context && self.facts().num_stages > 0,
             debug_blocks: None,
         };
         self.emitter.trunk(&signature).memory().peak_bytes()
+    }
+
+    fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
+        totals.clear();
+        totals.extend(self.totals().entries().map(|(kind, device, entry)| NodeTotals {
+            device: device.0,
+            kind: kind.name(),
+            submitted: entry.submitted,
+            completed: entry.completed,
+            failed: entry.failed,
+            busy_us: entry.busy_us,
+        }));
     }
 
     fn new_sequence(&mut self) -> SequenceId {
