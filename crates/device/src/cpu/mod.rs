@@ -21,6 +21,7 @@ use crate::run::StepRun;
 use crate::{Capabilities, Completion, Device, DeviceError, DeviceKind, Work};
 use pool::Pool;
 use weights::CpuWeights;
+pub use weights::{WeightForm, form};
 
 /// Settings of a [`CpuDevice`].
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +43,8 @@ pub struct CpuDevice {
     capabilities: Capabilities,
     weights: Arc<OnceLock<CpuWeights>>,
     class: NumericClass,
+    level: CpuLevel,
+    pool: Arc<Pool>,
     queue: Sender<Work>,
 }
 
@@ -53,19 +56,19 @@ impl CpuDevice {
     /// If they cannot be started.
     pub fn start(options: CpuOptions, class: NumericClass) -> Result<Self, DeviceError> {
         let failed = |reason: String| DeviceError::Threads { threads: options.threads, reason };
-        let pool = Pool::new(options.threads).map_err(|e| failed(e.to_string()))?;
+        let pool = Arc::new(Pool::new(options.threads).map_err(|e| failed(e.to_string()))?);
         let threads = pool.threads();
         let description = format!("{threads} threads, {:?}", options.level);
         let capabilities = Capabilities { name: "cpu".to_owned(), kind: DeviceKind::Cpu, description, threads };
         let weights = Arc::new(OnceLock::new());
         let (queue, work) = channel();
-        let worker = Worker { weights: Arc::clone(&weights), level: options.level, pool };
+        let worker = Worker { weights: Arc::clone(&weights), level: options.level, pool: Arc::clone(&pool) };
         // The thread that works off the queue is the first of the pool.
         std::thread::Builder::new()
             .name("cpu-0".to_owned())
             .spawn(move || worker.work_off(&work))
             .map_err(|e| failed(e.to_string()))?;
-        Ok(Self { capabilities, weights, class, queue })
+        Ok(Self { capabilities, weights, class, level: options.level, pool, queue })
     }
 }
 
@@ -75,7 +78,8 @@ impl Device for CpuDevice {
     }
 
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError> {
-        let loaded = CpuWeights::load(source, self.class)?;
+        let ctx = Ctx { level: self.level, par: &*self.pool };
+        let loaded = CpuWeights::load(ctx, source, self.class)?;
         assert!(self.weights.set(loaded).is_ok(), "weights are loaded once");
         Ok(())
     }
@@ -89,7 +93,7 @@ impl Device for CpuDevice {
 struct Worker {
     weights: Arc<OnceLock<CpuWeights>>,
     level: CpuLevel,
-    pool: Pool,
+    pool: Arc<Pool>,
 }
 
 impl Worker {
@@ -111,7 +115,7 @@ impl Worker {
 
     fn execute(&self, run: &StepRun, node: NodeId) -> Result<(), String> {
         let weights = self.weights.get().ok_or("no weights are loaded")?;
-        let ctx = Ctx { level: self.level, par: &self.pool };
+        let ctx = Ctx { level: self.level, par: &*self.pool };
         // A panic is a defect of ours; it ends the step, not the process.
         catch_unwind(AssertUnwindSafe(|| ops::execute(ctx, weights, run, node))).map_err(|panic| {
             let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());

@@ -11,7 +11,7 @@ use troika_testkit::oracle_dir;
 pub(crate) const CHECKPOINTS: [&str; 3] = ["tiny", "tiny-bf16", "tiny-mlx"];
 
 /// Classes whose row contract is tested: `official` runs the kernels of `exact`.
-pub(crate) const CLASSES: [NumericClass; 2] = [NumericClass::Exact, NumericClass::Fast];
+pub(crate) const CLASSES: [NumericClass; 3] = [NumericClass::Exact, NumericClass::Fast, NumericClass::FastFp8Exact];
 
 pub(crate) fn options() -> RunnerOptions {
     options_for(NumericClass::Exact)
