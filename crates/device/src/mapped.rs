@@ -18,19 +18,14 @@ impl AsRef<[u8]> for MappedFile {
 }
 
 impl BytesOwner for MappedFile {
-    /// Takes the pages that lie inside `range` out of this process; the system keeps them as long as it has room.
+    /// Takes the pages of `range` out of this process; the system keeps them as long as it has room.
     #[cfg(unix)]
     #[expect(unsafe_code, reason = "the advice is unsafe for memory that is not backed by a file")]
     fn release(&self, range: Range<usize>) {
-        /// A multiple of every page size in use; the start of a mapping is aligned to a page anyway.
-        const PAGE: usize = 64 << 10;
-        let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
-        if start >= end {
-            return;
-        }
-        // SAFETY: the mapping is backed by its file and never written to, so pages that are dropped come back as they were.
-        let advised = unsafe { self.0.unchecked_advise_range(memmap2::UncheckedAdvice::DontNeed, start, end - start) };
-        if let Err(error) = advised {
+        let advice = memmap2::UncheckedAdvice::DontNeed;
+        // SAFETY: the mapping is backed by its file and never written to, so pages that are dropped come back as they were,
+        // those at the edges included, which belong to neighbours too.
+        if let Err(error) = unsafe { self.0.unchecked_advise_range(advice, range.start, range.len()) } {
             tracing::debug!("pages of a mapped file stay in memory: {error}");
         }
     }

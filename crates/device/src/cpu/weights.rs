@@ -31,7 +31,7 @@ impl Weight {
     /// operation, and so is the head, which every decoded token reads whole. Other formats belong to small or sensitive
     /// weights (router, compressors). `fast-fp8-exact` rounds no weight.
     fn new(ctx: Ctx, class: NumericClass, role: Role, tensor: StoredTensor) -> Self {
-        match form(class, role, tensor.format()) {
+        match weight_form(class, role, tensor.format()) {
             WeightForm::Stored => Self::Float(tensor),
             WeightForm::StoredIntegers => Self::Int8(Int8Matrix::refer(&tensor).expect("its codes are integers")),
             WeightForm::Packed => {
@@ -63,7 +63,7 @@ pub enum WeightForm {
 }
 
 /// What becomes of a matrix of `format` in class `class`. Shared experts are one operation, so their three parts agree.
-pub fn form(class: NumericClass, role: Role, format: Format) -> WeightForm {
+pub fn weight_form(class: NumericClass, role: Role, format: Format) -> WeightForm {
     let looked_up = matches!(role, Role::Embed | Role::MarkovW1 | Role::MarkovW2 | Role::ConfidenceProj);
     let shared = matches!(role, Role::SharedW1 | Role::SharedW2 | Role::SharedW3);
     match (class, format) {

@@ -65,3 +65,8 @@ pub(crate) fn chunked(runner: &mut Runner, tokens: &[u32], sizes: &[usize]) -> V
     runner.drop_sequence(sequence);
     logits
 }
+
+/// The rows of `values [rows, cols]` that the golden file keeps.
+pub(crate) fn kept_rows(values: &[f32], cols: usize, rows: &[i64]) -> Vec<f32> {
+    rows.iter().flat_map(|row| &values[*row as usize * cols..][..cols]).copied().collect()
+}
