@@ -534,7 +534,7 @@ impl StepRunner for Runner {
             submitted: entry.submitted,
             completed: entry.completed,
             failed: entry.failed,
-            busy_us: entry.busy_us,
+            busy_us: entry.busy_ns / 1000,
         }));
     }
 

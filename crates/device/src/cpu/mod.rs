@@ -22,6 +22,7 @@ use crate::run::StepRun;
 use crate::{Capabilities, Device, DeviceError, DeviceKind, Priority, Report, Work};
 use pool::Pool;
 use weights::CpuWeights;
+pub use weights::{WeightForm, weight_form};
 
 /// Settings of a [`CpuDevice`].
 #[derive(Clone, Copy, Debug)]
@@ -109,7 +110,9 @@ impl Device for CpuDevice {
     }
 
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError> {
-        let loaded = CpuWeights::load(source, self.class)?;
+        let pool = lock(&self.pool);
+        let ctx = Ctx { level: self.level, par: &*pool };
+        let loaded = CpuWeights::load(ctx, source, self.class)?;
         assert!(self.weights.set(loaded).is_ok(), "weights are loaded once");
         Ok(())
     }
