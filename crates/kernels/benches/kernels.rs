@@ -79,7 +79,7 @@ fn int8_matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
     bencher
         .counter(ItemsCount::new(T * n * k))
         .counter(BytesCount::new(stored.num_bytes()))
-        .bench_local(|| int8::matmul(Ctx::serial(), black_box(&x), &w, &mut out));
+        .bench_local(|| int8::matmul(Ctx::serial(), black_box(&x), &mut [(&w, &mut out)]));
 }
 
 /// One query, 64 heads of 512, a window of 128 and as many compressed rows again as the argument says.

@@ -140,14 +140,16 @@ impl Call<'_> {
     fn linear(&self, weights: &[WeightRef]) {
         let x = self.run.read_f32(self.input(0));
         let x = &x[..self.run.len(self.input(0))];
-        for (weight, output) in weights.iter().zip(&self.node.outputs) {
-            let mut out = self.run.write_f32(*output);
+        let mut outputs: Vec<_> = self.node.outputs.iter().map(|output| self.run.write_f32(*output)).collect();
+        let mut integer = Vec::with_capacity(weights.len());
+        for ((weight, output), out) in weights.iter().zip(&self.node.outputs).zip(&mut outputs) {
             let out = &mut out[..self.run.len(*output)];
             match self.weights.matrix(weight) {
                 Weight::Float(w) => kernels::matmul(self.ctx, x, w, out),
-                Weight::Int8(w) => int8::matmul(self.ctx, x, w, out),
+                Weight::Int8(w) => integer.push((w, out)),
             }
         }
+        int8::matmul(self.ctx, x, &mut integer);
     }
 
     fn grouped_linear(&self, weight: &WeightRef, groups: usize) {
