@@ -24,9 +24,12 @@ pub(crate) struct ModelArgs {
     /// weights only), `exact` (f32 throughout) or `official` (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
     #[arg(long, value_name = "CLASS")]
     class: Option<NumericClass>,
-    /// Worker threads; 0 = one per core.
+    /// Threads that compute; 0 = one per physical core.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
+    /// Keep each of these threads on a core of its own. For a machine that does nothing else. Linux only.
+    #[arg(long)]
+    pin_threads: bool,
 }
 
 /// A checkpoint whose weights are complete and sound.
@@ -73,6 +76,7 @@ impl ModelArgs {
     pub(crate) fn runner_options(&self, class: NumericClass) -> RunnerOptions {
         let mut options = RunnerOptions::new(class);
         options.cpu.threads = usize::from(self.threads);
+        options.cpu.pin = self.pin_threads;
         options
     }
 }
