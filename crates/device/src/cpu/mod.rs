@@ -21,7 +21,7 @@ use crate::run::StepRun;
 use crate::{Capabilities, Completion, Device, DeviceError, DeviceKind, Work};
 use pool::Pool;
 use weights::CpuWeights;
-pub use weights::{WeightForm, weight_form};
+pub use weights::{WeightForm, WeightMemory, weight_form, weight_memory};
 
 /// Settings of a [`CpuDevice`].
 #[derive(Clone, Copy, Debug)]
