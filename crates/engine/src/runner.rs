@@ -515,15 +515,7 @@ impl StepRunner for Runner {
     }
 
     fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
-        let signature = StepSignature {
-            rows,
-            logit_rows,
-            select: true,
-            class: self.options.class,
-            draft_context: self.options.draft_context && self.facts().num_stages > 0,
-            debug_blocks: None,
-        };
-        self.emitter.trunk(&signature).memory().peak_bytes()
+        step_bytes(&self.emitter, self.options.class, self.options.draft_context, rows, logit_rows)
     }
 
     fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
@@ -573,8 +565,27 @@ impl StepRunner for Runner {
     }
 }
 
+/// Bytes of the values of a step of `rows` rows, of which `logit_rows` want logits.
+pub(crate) fn step_bytes(
+    emitter: &Emitter,
+    class: NumericClass,
+    draft_context: bool,
+    rows: usize,
+    logit_rows: usize,
+) -> u64 {
+    let signature = StepSignature {
+        rows,
+        logit_rows,
+        select: true,
+        class,
+        draft_context: draft_context && emitter.facts().num_stages > 0,
+        debug_blocks: None,
+    };
+    emitter.trunk(&signature).memory().peak_bytes()
+}
+
 /// What each layer keeps per sequence (model spec 11.1).
-fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
+pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
     let window_only =
         LayerShape { head_dim: config.head_dim, window: config.sliding_window, compressed: None, index: None };
     let pool = |ratio, dim, overlap| Some(PoolShape { ratio, dim, overlap });

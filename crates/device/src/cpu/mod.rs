@@ -23,7 +23,7 @@ use crate::run::StepRun;
 use crate::{Capabilities, Device, DeviceError, DeviceKind, Priority, Report, Work};
 use pool::Pool;
 use weights::CpuWeights;
-pub use weights::{WeightForm, weight_form};
+pub use weights::{WeightForm, WeightMemory, weight_form, weight_memory};
 
 /// Settings of a [`CpuDevice`].
 #[derive(Clone, Copy, Debug)]
