@@ -22,13 +22,16 @@ pub(crate) struct ModelArgs {
     /// Folder of a checkpoint: config.json, safetensors files and tokenizer.json. Without it, the built-in model nano.
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `exact` (f32 throughout) or `official`
-    /// (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
+    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `fast-fp8-exact` (the same for fp4
+    /// weights only), `exact` (f32 throughout) or `official` (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
     #[arg(long, value_name = "CLASS")]
     class: Option<NumericClass>,
-    /// Worker threads; 0 = one per core.
+    /// Threads that compute; 0 = one per physical core.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
+    /// Keep each of these threads on a core of its own. For a machine that does nothing else. Linux only.
+    #[arg(long)]
+    pin_threads: bool,
 }
 
 /// Checkpoints up to this size are digested whole: a second at most.
@@ -39,6 +42,7 @@ pub(crate) struct OpenModel {
     /// What clients call it.
     pub(crate) name: String,
     pub(crate) config: ConfigFile,
+    checkpoint: Checkpoint,
     weights: WeightTable,
     facts: ModelFacts,
     files: Files,
@@ -60,11 +64,11 @@ impl ModelArgs {
                 let full = dir.canonicalize().ok();
                 let name = full.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
                 let model =
-                    OpenModel::new(name.unwrap_or_else(|| "model".to_owned()), &checkpoint, Files::Dir(dir.clone()));
+                    OpenModel::new(name.unwrap_or_else(|| "model".to_owned()), checkpoint, Files::Dir(dir.clone()));
                 spinner.finish_and_clear();
                 model
             }
-            None => OpenModel::new(builtin::NAME.to_owned(), &builtin::checkpoint()?, Files::BuiltIn),
+            None => OpenModel::new(builtin::NAME.to_owned(), builtin::checkpoint()?, Files::BuiltIn),
         }
     }
 
@@ -77,23 +81,24 @@ impl ModelArgs {
     pub(crate) fn runner_options(&self, class: NumericClass) -> RunnerOptions {
         let mut options = RunnerOptions::new(class);
         options.cpu.threads = usize::from(self.threads);
+        options.cpu.pin = self.pin_threads;
         options
     }
 }
 
 impl OpenModel {
-    fn new(name: String, checkpoint: &Checkpoint, files: Files) -> Result<Self> {
+    fn new(name: String, checkpoint: Checkpoint, files: Files) -> Result<Self> {
         let check = ScaleCheck::for_size(checkpoint.files().num_file_bytes());
         if check == ScaleCheck::Skip {
             tracing::info!(
                 "the checkpoint is too large to look at every scale; damaged ones would show as senseless text"
             );
         }
-        let weights = WeightTable::build(checkpoint, check)?;
+        let weights = WeightTable::build(&checkpoint, check)?;
         if let [first, rest @ ..] = weights.notes() {
             tracing::warn!("{first} ({} more such notes: see `troika inspect`)", rest.len());
         }
-        Ok(Self { name, config: checkpoint.config().clone(), facts: weights.facts(), weights, files })
+        Ok(Self { name, config: checkpoint.config().clone(), facts: weights.facts(), checkpoint, weights, files })
     }
 
     /// Loads the weights onto the devices.
@@ -102,6 +107,11 @@ impl OpenModel {
         let runner = Runner::new(self.config.model.clone(), self.facts.clone(), &self.weights, options)?;
         spinner.finish_and_clear();
         Ok(runner)
+    }
+
+    /// Bytes of the weights' files.
+    pub(crate) fn weights_bytes(&self) -> u64 {
+        self.checkpoint.files().num_file_bytes()
     }
 
     pub(crate) fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
@@ -114,21 +124,21 @@ impl OpenModel {
     /// Digests of weights and tokenizer, for the names of kept prefixes. A checkpoint of more than [`WHOLE_DIGEST_BYTES`] is
     /// not read whole, which would take minutes: its files' sizes, times of change and places stand for it.
     pub(crate) fn digests(&self) -> Result<[Vec<u8>; 2]> {
-        let (checkpoint, config, tokenizer) = match &self.files {
+        let (config, tokenizer) = match &self.files {
             Files::Dir(dir) => {
                 let read = |name: &str| {
                     let path = dir.join(name);
                     std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))
                 };
-                (Checkpoint::open(dir, &map_file)?, read("config.json")?, read("tokenizer.json")?)
+                (read("config.json")?, read("tokenizer.json")?)
             }
-            Files::BuiltIn => (builtin::checkpoint()?, builtin::CONFIG.into(), builtin::TOKENIZER.to_vec()),
+            Files::BuiltIn => (builtin::CONFIG.into(), builtin::TOKENIZER.to_vec()),
         };
         let weights = match &self.files {
-            Files::Dir(dir) if checkpoint.files().num_file_bytes() > WHOLE_DIGEST_BYTES => {
-                sampled_digest(&checkpoint, &config, dir)?
+            Files::Dir(dir) if self.checkpoint.files().num_file_bytes() > WHOLE_DIGEST_BYTES => {
+                sampled_digest(&self.checkpoint, &config, dir)?
             }
-            _ => whole_digest(&checkpoint, &config),
+            _ => whole_digest(&self.checkpoint, &config),
         };
         Ok([weights, Sha256::digest(tokenizer).to_vec()])
     }

@@ -151,7 +151,7 @@ impl StepRunner for HashModel {
         "hash".to_owned()
     }
 
-    fn step_bytes(&self, _rows: usize) -> u64 {
+    fn step_bytes(&self, _rows: usize, _logit_rows: usize) -> u64 {
         0
     }
 
@@ -280,7 +280,8 @@ fn compute(state: &SequenceState, weights: u64, position: usize, token: u32) -> 
         }
         let window = layer.window.capacity();
         for seen in (position + 1).saturating_sub(window)..=position {
-            hidden = fold(hidden, layer.window.row(seen.max(layer.window.first())));
+            let seen = seen.max(layer.window.first());
+            hidden = fold(hidden, layer.window.rows(seen..seen + 1));
         }
         for pool in pools(layer) {
             let visible = (position + 1) / pool.ratio();

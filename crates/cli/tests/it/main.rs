@@ -2,5 +2,6 @@
 
 mod clients;
 mod commands;
+mod diagnosis;
 mod serving;
 mod support;
