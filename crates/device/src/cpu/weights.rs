@@ -28,14 +28,24 @@ pub(super) enum Weight {
 impl Weight {
     /// Class `fast` has integer products with fp4 weights, which stay as they are, and with fp8 weights, which are copied
     /// into rounded and packed form. A shared expert is packed whatever its format, since its three products are one
-    /// operation, and so is the head, which every decoded token reads whole. Other formats belong to small or sensitive
-    /// weights (router, compressors).
+    /// operation, and so are the head and the compressors, which are what a decoded token reads most of after the experts.
+    /// Other formats belong to small or sensitive weights (router, indexer weights).
     fn new(class: NumericClass, role: Role, tensor: StoredTensor) -> Self {
         let looked_up = matches!(role, Role::Embed | Role::MarkovW1 | Role::MarkovW2 | Role::ConfidenceProj);
         if class != NumericClass::Fast || looked_up {
             return Self::Float(tensor);
         }
-        let always = matches!(role, Role::SharedW1 | Role::SharedW2 | Role::SharedW3 | Role::Head);
+        let always = matches!(
+            role,
+            Role::SharedW1
+                | Role::SharedW2
+                | Role::SharedW3
+                | Role::Head
+                | Role::CompressorWkv
+                | Role::CompressorWgate
+                | Role::IndexerCompressorWkv
+                | Role::IndexerCompressorWgate
+        );
         match (Int8Matrix::refer(&tensor), tensor.format()) {
             (Some(matrix), _) => Self::Int8(matrix),
             (None, Format::Fp8Tile { .. } | Format::Mxfp8) => Self::Int8(Int8Matrix::pack(&tensor)),
