@@ -3,7 +3,7 @@
 
     python3 bench/memory/measure.py target/release/troika MODEL [--class CLASS] [--tokens N]
 
-Starts `troika serve --no-cache` on MODEL, sends one prompt of about N tokens (which is long enough for every expert to be read), and
+Starts `troika serve --no-cache` on MODEL, sends one prompt of N tokens (enough for every expert to be read), and
 prints both, in MiB, for the pages of files and for the memory of its own. Linux only: it reads /proc.
 """
 
@@ -14,8 +14,6 @@ import re
 import subprocess
 import time
 import urllib.request
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def memory(pid):
@@ -42,10 +40,10 @@ def main():
     try:
         url = next(found[0] for line in server.stderr if (found := re.search(r"http://[0-9.:]+", line)))
         name = json.load(urllib.request.urlopen(url + "/v1/models"))["data"][0]["id"]
-        text = (ROOT / "models/nano/held-out.txt").read_text()
-        # Bytes that make a token differ from model to model: two prompts say how many.
-        ask = lambda size: post(url + "/v1/completions", {"model": name, "prompt": text[:size], "max_tokens": 2})["usage"]["prompt_tokens"]
-        tokens = ask(args.tokens * 1000 // ask(1000))
+        # Ids spread over the vocabulary, so that every expert and every part of the embedding is read.
+        vocab_size = json.loads((pathlib.Path(args.model) / "config.json").read_text())["vocab_size"]
+        prompt = [i * 7919 % vocab_size for i in range(args.tokens)]
+        post(url + "/v1/completions", {"model": name, "prompt": prompt, "max_tokens": 2})
         # What the answer itself needed is given back a moment later.
         time.sleep(1)
         measured = memory(server.pid)
@@ -53,14 +51,14 @@ def main():
         server.terminate()
         server.wait()
 
-    foresee = [args.troika, "inspect", args.model, "--memory", "--json", "-", "--class", args.numeric_class, "--tokens", str(tokens)]
+    foresee = [args.troika, "inspect", args.model, "--memory", "--json", "-", "--class", args.numeric_class, "--tokens", str(args.tokens)]
     foreseen = json.loads(subprocess.run(foresee, check=True, capture_output=True, text=True).stdout)
     rows = [
         ("pages of files", "file_bytes", "RssFile"),
         ("memory of its own", "anonymous_bytes", "RssAnon"),
         ("resident", "resident_bytes", "VmRSS"),
     ]
-    print(f"{name}, {args.numeric_class}, {tokens} tokens; most ever resident {measured['VmHWM']:.1f} MiB")
+    print(f"{name}, {args.numeric_class}, {args.tokens} tokens; most ever resident {measured['VmHWM']:.1f} MiB")
     for title, key, field in rows:
         want, got = foreseen[key] / 2**20, measured[field]
         print(f"{title:<20} foreseen {want:8.1f}  measured {got:8.1f}  {(want / got - 1) * 100:+.1f} %")
