@@ -20,8 +20,8 @@ pub(crate) struct ModelArgs {
     /// Folder of a checkpoint: config.json, safetensors files and tokenizer.json. Without it, the built-in model nano.
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `exact` (f32 throughout) or `official`
-    /// (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
+    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `fast-fp8-exact` (the same for fp4
+    /// weights only), `exact` (f32 throughout) or `official` (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
     #[arg(long, value_name = "CLASS")]
     class: Option<NumericClass>,
     /// Worker threads; 0 = one per core.

@@ -39,20 +39,21 @@ impl BufferPool {
     /// Most buffers kept of each type; a step of any model here has fewer slots.
     const MAX_KEPT: usize = 64;
 
+    /// At least `elements` long, with whatever the last step left in it.
     fn take<T: Clone + Default>(kept: &Mutex<Vec<Vec<T>>>, elements: usize) -> Vec<T> {
         let mut kept = lock(kept);
-        let capacity = |index: &usize| kept[*index].capacity();
-        // The smallest that fits. Failing that the largest makes way for a larger one, so that no more is kept than steps
-        // have ever held: the memory that admission reckons with.
-        let best = (0..kept.len()).filter(|index| capacity(index) >= elements).min_by_key(capacity);
-        let best = best.or_else(|| (0..kept.len()).max_by_key(capacity));
-        let mut buffer = best.map_or_else(Vec::new, |index| kept.swap_remove(index));
-        drop(kept);
-        if buffer.capacity() < elements {
-            buffer = Vec::new();
+        let length = |index: &usize| kept[*index].len();
+        // The smallest that is large enough.
+        let best = (0..kept.len()).filter(|index| length(index) >= elements).min_by_key(length);
+        if let Some(index) = best {
+            return kept.swap_remove(index);
         }
-        buffer.resize(elements, T::default());
-        buffer
+        // The largest makes way for a larger one, so that no more is kept than steps have ever held: the memory that
+        // admission reckons with.
+        let largest = (0..kept.len()).max_by_key(length);
+        drop(largest.map(|index| kept.swap_remove(index)));
+        drop(kept);
+        vec![T::default(); elements]
     }
 
     fn give<T>(kept: &Mutex<Vec<Vec<T>>>, buffer: Vec<T>) {
@@ -60,7 +61,7 @@ impl BufferPool {
         kept.push(buffer);
         if kept.len() > Self::MAX_KEPT {
             // The smallest is the cheapest to make again.
-            let smallest = (0..kept.len()).min_by_key(|index| kept[*index].capacity());
+            let smallest = (0..kept.len()).min_by_key(|index| kept[*index].len());
             smallest.map(|index| kept.swap_remove(index));
         }
     }
@@ -206,11 +207,11 @@ mod tests {
         let kept = Mutex::new(Vec::new());
         for width in [1, 2, 100, 7, 512, 300, 512, 1] {
             let step: Vec<Vec<f32>> = [10, 30, 20].map(|cols| BufferPool::take(&kept, width * cols)).into();
-            assert!(step.iter().zip([10, 30, 20]).all(|(buffer, cols)| buffer.len() == width * cols));
+            assert!(step.iter().zip([10, 30, 20]).all(|(buffer, cols)| buffer.len() >= width * cols));
             step.into_iter().for_each(|buffer| BufferPool::give(&kept, buffer));
         }
         let kept = lock(&kept);
         assert_eq!(kept.len(), 3);
-        assert!(kept.iter().map(Vec::capacity).sum::<usize>() <= 3 * 512 * 30);
+        assert!(kept.iter().map(Vec::len).sum::<usize>() <= 3 * 512 * 30);
     }
 }
