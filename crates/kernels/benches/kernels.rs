@@ -5,7 +5,7 @@ use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use troika_base::storage::ScaleFormat;
 use troika_base::{Format, SharedBytes, StoredTensor};
-use troika_kernels::int8::{self, Int8Matrix};
+use troika_kernels::int8::{self, Int8Matrix, Product};
 use troika_kernels::{
     Ctx, ExpertWeights, HcParams, Index, RowList, Visible, attend, hc_post, hc_pre, index_topk, matmul, routed_experts,
 };
@@ -79,7 +79,7 @@ fn int8_matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
     bencher
         .counter(ItemsCount::new(T * n * k))
         .counter(BytesCount::new(stored.num_bytes()))
-        .bench_local(|| int8::matmul(Ctx::serial(), black_box(&x), &mut [(&w, &mut out)]));
+        .bench_local(|| int8::matmul(Ctx::serial(), black_box(&x), &mut [Product::new(&w, &mut out)]));
 }
 
 /// One query, 64 heads of 512, a window of 128 and as many compressed rows again as the argument says.
