@@ -510,8 +510,9 @@ impl StepRunner for Runner {
         &self.shape
     }
 
-    fn numeric_class(&self) -> String {
-        self.options.class.to_string()
+    fn arithmetic(&self) -> String {
+        // Rows that another arithmetic left behind are not ours to go on from.
+        format!("{}/{}", self.options.class, self.options.cpu.level.arithmetic())
     }
 
     fn packing(&self) -> Packing {

@@ -1,5 +1,7 @@
 //! CPU levels: which instructions a kernel may use. Detected once, when the program runs.
 
+use std::str::FromStr;
+
 /// A set of CPU instructions. Each level has its own arithmetic: results of two levels agree within the bounds named
 /// beside the kernels, results of one level agree bitwise (the row contract).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -52,10 +54,29 @@ impl CpuLevel {
         }
     }
 
+    /// Name of its arithmetic: levels of one name give the same bits.
+    pub fn arithmetic(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 | Self::Avx512 => "fused",
+        }
+    }
+
     /// Panics if the CPU lacks this level. Every dispatch goes through here, so that a vector function is never
     /// reached on a CPU that cannot run it.
     pub(crate) fn assert_available(self) {
         assert!(self.is_available(), "{self:?} is not available on this CPU");
+    }
+}
+
+impl FromStr for CpuLevel {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|level| level.name() == text)
+            .ok_or_else(|| format!("unknown CPU level `{text}`: expected `scalar`, `avx2` or `avx512`"))
     }
 }
 

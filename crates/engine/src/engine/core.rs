@@ -33,8 +33,8 @@ pub trait StepRunner {
     /// What a sequence keeps in each layer.
     fn state_shape(&self) -> &StateShape;
 
-    /// Name of the arithmetic: rows of one class never meet those of another.
-    fn numeric_class(&self) -> String;
+    /// Name of the numeric class and of what else the bits depend on: rows of one name never meet those of another.
+    fn arithmetic(&self) -> String;
 
     /// How rows of that class lie in files.
     fn packing(&self) -> Packing {
@@ -135,7 +135,7 @@ impl<R: StepRunner> Core<R> {
     pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
-        let (class, packing) = (runner.numeric_class(), runner.packing());
+        let (class, packing) = (runner.arithmetic(), runner.packing());
         let identity = CacheIdentity { class, packing, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
