@@ -142,7 +142,7 @@ fn run_parts<'a>(
         let hidden = Disjoint::new(&mut hidden);
         for_pieces(ctx, parts, inner, 2 * dim, |Part { weights, rows }, strips| {
             let (mut gate, mut up) = ([[0.0; STRIP]; ROW_BLOCK], [[0.0; STRIP]; ROW_BLOCK]);
-            for block in row_blocks(rows.clone()) {
+            for block in row_blocks(rows) {
                 let (gate, up) = (&mut gate[..block.len()], &mut up[..block.len()]);
                 for strip in strips.clone() {
                     let x = x.block(block.clone(), 0);
@@ -164,7 +164,7 @@ fn run_parts<'a>(
     let out = Disjoint::new(out);
     for_pieces(ctx, parts, dim, inner, |Part { weights, rows }, strips| {
         let mut sums = [[0.0; STRIP]; ROW_BLOCK];
-        for block in row_blocks(rows.clone()) {
+        for block in row_blocks(rows) {
             for strip in strips.clone() {
                 let sums = &mut sums[..block.len()];
                 multiply(ctx, &weights.w2.strip(strip), x.block(block.clone(), 0), sums);
