@@ -3,5 +3,7 @@
 mod clients;
 mod commands;
 mod diagnosis;
+#[cfg(target_os = "linux")]
+mod memory;
 mod serving;
 mod support;
