@@ -121,22 +121,28 @@ impl Windows {
 fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
     /// Most rows (token and expert) that routed experts compute together: of integer products, of others.
     const BATCH: [usize; 2] = [1024, 512];
-    /// Most rows and numbers that a task packs.
+    /// Most rows and numbers that a task packs; of more, it packs a block of columns at a time. A product with few outputs, as
+    /// the router's, is cut along its rows.
     const PACKED: [usize; 2] = [480, 1 << 20];
+    const BLOCK: usize = 256;
+    const CUT_ROWS: usize = 96;
     let (dim, inner) = (config.hidden_size, config.moe_intermediate_size);
     let heads = config.num_attention_heads * config.head_dim;
     let rows = settings.chunk_tokens;
     let entries = rows * config.num_experts_per_tok;
-    let packed = |cols: usize| settings.threads * 4 * (rows.min(PACKED[0]) * cols).min(PACKED[1]);
+    let packed = |rows: usize, cols: usize| {
+        let rows = rows.min(PACKED[0]);
+        settings.threads * 4 * rows * if rows * cols <= PACKED[1] { cols } else { BLOCK }
+    };
     let bytes = if settings.class.has_integer_products() {
         // Codes of a byte, a scale and a sum of four bytes for 32 of them.
         let rounded = |numbers: usize| numbers / 32 * 40;
         let batch = entries.min(BATCH[0]);
-        batch * 4 * (dim + inner) + rounded((batch * (dim + inner)).max(rows * heads)) + packed(dim)
+        batch * 4 * (dim + inner) + rounded((batch * (dim + inner)).max(rows * heads)) + packed(rows.min(CUT_ROWS), dim)
     } else {
         let batch = entries.min(BATCH[1]);
-        let widest = dim.max(heads / config.o_groups).max(config.o_groups * config.o_lora_rank);
-        batch * 4 * (dim + 2 * inner) + packed(widest)
+        let widths = [dim, inner, heads / config.o_groups, config.o_groups * config.o_lora_rank];
+        batch * 4 * (dim + 2 * inner) + widths.map(|cols| packed(rows, cols)).into_iter().max().unwrap_or(0)
     };
     bytes as u64
 }

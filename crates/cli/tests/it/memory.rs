@@ -1,6 +1,7 @@
 //! What `inspect --memory` foresees against a server that serves. Linux only: it reads /proc.
 
 use std::fs;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -20,7 +21,9 @@ fn resident_bytes(pid: u32) -> u64 {
 #[test]
 fn a_server_takes_the_memory_that_was_foreseen() {
     /// Most that the two may differ, of the larger one.
-    const BOUND: f64 = 0.25;
+    const BOUND: f64 = 0.15;
+    /// What an answer itself needed is given back a moment later.
+    const PATIENCE: Duration = Duration::from_secs(20);
     let nano = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/nano");
     for class in ["fast", "exact"] {
         let args = ["inspect", nano, "--memory", "--class", class, "--tokens", "1024", "--threads", "2", "--json", "-"];
@@ -34,9 +37,16 @@ fn a_server_takes_the_memory_that_was_foreseen() {
             let answer: Value = serde_json::from_str(&body).expect("JSON");
             assert_eq!(answer["usage"]["prompt_tokens"], 1000, "{body}");
         }
-        let measured = resident_bytes(server.pid());
-        let difference = (foreseen as f64 - measured as f64) / foreseen.max(measured) as f64;
-        println!("{class}: foreseen {foreseen}, measured {measured}: {:+.1} %", difference * 100.0);
-        assert!(difference.abs() < BOUND, "{class}: {foreseen} bytes foreseen, {measured} measured");
+        let asked = Instant::now();
+        loop {
+            let measured = resident_bytes(server.pid());
+            let difference = (foreseen as f64 - measured as f64) / foreseen.max(measured) as f64;
+            println!("{class}: foreseen {foreseen}, measured {measured}: {:+.1} %", difference * 100.0);
+            if difference.abs() < BOUND {
+                break;
+            }
+            assert!(asked.elapsed() < PATIENCE, "{class}: {foreseen} bytes foreseen, {measured} measured");
+            std::thread::sleep(Duration::from_millis(500));
+        }
     }
 }
