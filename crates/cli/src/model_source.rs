@@ -23,7 +23,7 @@ pub(crate) struct ModelArgs {
     /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `exact` (f32 throughout) or `official`
     /// (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
     #[arg(long, value_name = "CLASS")]
-    class: Option<NumericClass>,
+    pub(crate) class: Option<NumericClass>,
     /// Worker threads; 0 = one per core.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,

@@ -1,4 +1,4 @@
-//! `troika bench`: prefill and decode rates of a model on this machine.
+//! `troika bench in-process`: prefill and decode rates of the engine alone, without a server.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,9 +14,9 @@ use troika_graph::{Acceptance, Kind};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
 
-/// Measure prompt and generation speed.
+/// Measure the engine alone, in this process: a quick look, and device time by operation.
 ///
-/// Each round runs every prompt length once, so that a slow minute of the machine touches all of them; the first round is a
+/// One arm, no server and no text: to compare features, use `troika bench`. Each round runs every prompt length once, so that a slow minute of the machine touches all of them; the first round is a
 /// warm-up and is thrown away. Rates are medians. Loading and text handling are outside the clock.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {

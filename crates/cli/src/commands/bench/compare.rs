@@ -1,0 +1,1 @@
+//! `troika bench compare`: two records side by side.
