@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
 use troika_base::{NumericClass, SequenceId};
 use troika_device::cpu::{CpuDevice, CpuOptions};
@@ -520,6 +521,18 @@ impl StepRunner for Runner {
             debug_blocks: None,
         };
         self.emitter.trunk(&signature).memory().peak_bytes()
+    }
+
+    fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
+        totals.clear();
+        totals.extend(self.totals().entries().map(|(kind, device, entry)| NodeTotals {
+            device: device.0,
+            kind: kind.name(),
+            submitted: entry.submitted,
+            completed: entry.completed,
+            failed: entry.failed,
+            busy_us: entry.busy_us,
+        }));
     }
 
     fn new_sequence(&mut self) -> SequenceId {

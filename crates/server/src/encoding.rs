@@ -57,6 +57,7 @@ pub(crate) fn encode(
         logit_bias: asked.logit_bias.clone(),
         logprobs: asked.logprobs,
         constraint: constraint(constraints, asked, opens)?,
+        service: asked.service.clone(),
         ..GenerateRequest::new(prompt, max_new_tokens, asked.sampling)
     };
     Ok(Encoded { request, reading, echo })

@@ -22,14 +22,15 @@ use troika_prompt::ConstraintCompiler;
 
 use crate::{
     ServerState,
-    access::guard,
-    activity::Activity,
+    access::{Tenant, guard},
+    activity::{self, Activity},
     answer::{self, Anthropic, Format, Keep, OpenAi, Responses},
     body::{BodyBudget, BodyShare, Received},
     connections::Phase,
     encoding::encode,
     error::{ApiError, quote},
     generation::{Generation, Job},
+    metrics::{self, Metrics},
     openapi, page,
     parameters::Endpoint,
     random_name,
@@ -45,6 +46,7 @@ const MAX_READERS: usize = 2;
 pub(crate) struct App {
     pub(crate) state: ServerState,
     pub(crate) activity: Arc<Activity>,
+    pub(crate) metrics: Arc<Metrics>,
     pub(crate) started: Instant,
     phase: watch::Receiver<Phase>,
     store: Arc<ResponseStore>,
@@ -61,6 +63,7 @@ pub(crate) fn router(state: ServerState, phase: watch::Receiver<Phase>) -> Route
         state,
         constraints,
         activity: Arc::default(),
+        metrics: Arc::default(),
         started: Instant::now(),
         phase,
         store: Arc::new(ResponseStore::new(limits.max_stored_responses, limits.max_stored_bytes)),
@@ -78,7 +81,9 @@ pub(crate) fn router(state: ServerState, phase: watch::Receiver<Phase>) -> Route
         .route("/v1/responses", post(responses))
         .route("/v1/responses/{id}", get(stored_response).delete(delete_response))
         .route("/openapi.json", get(openapi::serve))
+        .route("/metrics", get(metrics::serve))
         .route("/troika/status", get(page::status))
+        .route("/troika/requests/{id}", get(activity::request))
         .merge(page::files())
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
@@ -190,6 +195,7 @@ async fn delete_response(State(app): State<Arc<App>>, Path(id): Path<String>) ->
 
 async fn generate(app: &Arc<App>, endpoint: Endpoint, request: Request) -> Result<Response, ApiError> {
     let limits = app.state.limits;
+    let tenant = request.extensions().get::<Tenant>().cloned().unwrap_or_default();
     let received = app.bodies.read_json(request, &limits).await?;
     let ((asked, encoded), share) = read(app, received, move |app, body| {
         let asked = Asked::parse(endpoint, body, &app.state, &app.store)?;
@@ -217,8 +223,9 @@ async fn generate(app: &Arc<App>, endpoint: Endpoint, request: Request) -> Resul
         echo: encoded.echo,
         id: id.clone(),
         route: endpoint.path(),
+        tenant,
     };
-    let generation = Generation::start(&app.state, Arc::clone(&app.activity), app.phase.clone(), job)?;
+    let generation = Generation::start(app, app.phase.clone(), job)?;
     let format = format(app, endpoint, id, asked, share);
     match delivery {
         Delivery::Whole => answer::whole(generation, format).await,

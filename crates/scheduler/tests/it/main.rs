@@ -227,14 +227,19 @@ fn a_full_queue_and_a_hopeless_prompt_are_answers() {
 }
 
 #[test]
-fn urgent_ones_first_and_late_ones_not_at_all() {
+fn urgent_ones_first_and_late_ones_no_longer() {
     let mut scheduler = Scheduler::new(Limits { max_running: 1, ..limits() });
     scheduler.submit(RequestId(1), new(10)).expect("taken");
     scheduler.submit(RequestId(2), NewSequence { deadline_us: Some(5), ..new(9) }).expect("taken");
-    scheduler.submit(RequestId(3), NewSequence { urgency: Urgency::High, ..new(5000) }).expect("taken");
+    let urgent = NewSequence { urgency: Urgency::High, deadline_us: Some(7), ..new(5000) };
+    scheduler.submit(RequestId(3), urgent).expect("taken");
     assert_eq!(scheduler.admit(), [RequestId(3)]);
     assert_eq!(scheduler.expired(4), []);
     assert_eq!(scheduler.expired(5), [RequestId(2)]);
+    // Whether it has started or not.
+    assert_eq!(scheduler.expired(7), [RequestId(2), RequestId(3)]);
+    assert!(scheduler.end(RequestId(3)));
+    assert_eq!(scheduler.expired(7), [RequestId(2)]);
 }
 
 #[test]

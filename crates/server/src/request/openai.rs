@@ -1,11 +1,12 @@
 //! `/v1/chat/completions` and `/v1/completions`.
 
 use serde_json::Value;
+use troika_engine::api::Service;
 use troika_prompt::{Conversation, LastAssistant, Message, ToolCall, UserBlock};
 
 use super::{
     Asked, Chat, DEFAULT_COMPLETION_TOKENS, Delivery, MAX_CHOICES, MAX_TOP_LOGPROBS, Prompt, Thinking, ends_with_user,
-    parse_stops, parse_texts,
+    parse_service_tier, parse_stops, parse_texts,
     tools::{parse_format, parse_openai_choice, parse_openai_tools},
 };
 use crate::{
@@ -30,6 +31,7 @@ pub(super) fn parse_chat(fields: &mut Fields, state: &ServerState) -> Result<Ask
         }
         (old, new) => new.or(old),
     };
+    let urgency = parse_service_tier(fields)?;
     let top_logprobs = fields.count_to("top_logprobs", 0, MAX_TOP_LOGPROBS)?;
     let logprobs = match (fields.flag("logprobs")?.unwrap_or(false), top_logprobs) {
         (true, top) => Some(top.unwrap_or(0)),
@@ -45,6 +47,7 @@ pub(super) fn parse_chat(fields: &mut Fields, state: &ServerState) -> Result<Ask
         stops: parse_stops(fields, "stop")?,
         num_choices: fields.count_to("n", 1, MAX_CHOICES)?.unwrap_or(1),
         delivery: parse_delivery(fields)?,
+        service: Service { urgency, ..asked.service },
         ..asked
     })
 }

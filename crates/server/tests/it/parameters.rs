@@ -16,7 +16,9 @@ fn example(name: &str, endpoint: Endpoint) -> Value {
         ("model", _) => json!("troika/nano"),
         ("messages", _) => json!([{"role": "user", "content": "x"}]),
         ("max_tokens" | "max_completion_tokens" | "max_output_tokens" | "top_k" | "seed" | "n", _)
-        | ("logprobs", Endpoint::Completions) => json!(3),
+        | ("logprobs" | "timeout", Endpoint::Completions) => json!(3),
+        ("timeout", _) => json!(30.5),
+        ("service_tier", _) => json!("priority"),
         ("temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty", _) => {
             json!(0.5)
         }
