@@ -35,7 +35,8 @@ class Troika:
         self.args = args
 
     def command(self, prompt, generate, rounds, threads):
-        return [self.args.troika, "bench", "--model", self.args.model, "--threads", str(threads), "--rounds", str(rounds),
+        return [self.args.troika, "bench", "in-process", "--model", self.args.model, "--threads", str(threads),
+                "--rounds", str(rounds),
                 "--prompt-lengths", str(prompt), "--generate", str(generate), "--json", "-"]
 
     def prefill(self, tokens):

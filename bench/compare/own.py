@@ -20,7 +20,8 @@ import urllib.request
 
 
 def bench(args, lengths, generate, rounds):
-    command = [args.troika, "bench", "--model", args.model, "--threads", str(args.threads), "--rounds", str(rounds),
+    command = [args.troika, "bench", "in-process", "--model", args.model, "--threads", str(args.threads),
+               "--rounds", str(rounds),
                "--prompt-lengths", ",".join(map(str, lengths)), "--generate", str(generate), "--json", "-"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
     return json.loads(output)["results"]

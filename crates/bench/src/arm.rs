@@ -57,7 +57,9 @@ impl Feature {
     /// Flags of `serve`.
     fn args(&self, tile: usize) -> Vec<String> {
         match self {
-            Self::Hybrid { npu, mode } => ["--npu", npu, "--hybrid", mode, "--tile", &tile.to_string()].map(str::to_owned).to_vec(),
+            Self::Hybrid { npu, mode } => {
+                ["--npu", npu, "--hybrid", mode, "--tile", &tile.to_string()].map(str::to_owned).to_vec()
+            }
             _ => Vec::new(),
         }
     }
@@ -67,14 +69,10 @@ impl Feature {
         if let Self::Slower { share } = self { 1.0 / (1.0 - share) } else { 1.0 }
     }
 
-    /// What a feature that is made up claims to have planned for a prompt, in the form of the server's record.
-    pub(crate) fn made_up_record(&self, rows: usize, tile: usize) -> Option<Value> {
+    /// What a made-up feature claims to have planned for a prompt, in the form of the server's record.
+    pub(crate) fn made_up_plan(&self, rows: usize, tile: usize) -> Option<Value> {
         let tiles = rows.saturating_sub(1) / tile.max(1);
-        match self {
-            Self::NeverRuns => Some(json!({"plan": {"kinds": {"query": {"planned_ops": tiles}}}})),
-            Self::WidenOnly => Some(json!({})),
-            _ => None,
-        }
+        (*self == Self::NeverRuns).then(|| json!({"kinds": {"query": {"planned_ops": tiles}}}))
     }
 }
 
@@ -114,8 +112,16 @@ impl Arm {
         let on = if primary_threads == 0 { "every core".to_owned() } else { format!("{primary_threads} of the cores") };
         let (stock, plan) = (geometry.stock_step, geometry.plan_step);
         let mut arms = vec![
-            Self { name: ArmName::A, label: format!("primary on {on}, stock chunks of {stock}"), args: [threads(primary_threads), step(stock)].concat() },
-            Self { name: ArmName::B, label: format!("primary on {on}, the plan's chunks of {plan}"), args: [threads(primary_threads), step(plan)].concat() },
+            Self {
+                name: ArmName::A,
+                label: format!("primary on {on}, stock chunks of {stock}"),
+                args: [threads(primary_threads), step(stock)].concat(),
+            },
+            Self {
+                name: ArmName::B,
+                label: format!("primary on {on}, the plan's chunks of {plan}"),
+                args: [threads(primary_threads), step(plan)].concat(),
+            },
         ];
         if *feature != Feature::None {
             let args = [threads(primary_threads), step(plan), feature.args(geometry.tile)].concat();
@@ -144,7 +150,8 @@ mod tests {
     fn arms_differ_in_one_thing_each() {
         let feature = Feature::Hybrid { npu: "soft:cores=1".into(), mode: "on".into() };
         let arms = Arm::of(&feature, Geometry::new(1024, 512), 1);
-        let args: Vec<String> = arms.iter().map(|arm| format!("{} {}", arm.name.letter(), arm.args.join(" "))).collect();
+        let args: Vec<String> =
+            arms.iter().map(|arm| format!("{} {}", arm.name.letter(), arm.args.join(" "))).collect();
         assert_eq!(
             args,
             [

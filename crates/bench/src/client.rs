@@ -1,5 +1,6 @@
 //! HTTP to the server under test, as any client would speak it: completions as a stream of events, and the status pages.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,19 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 pub struct Client {
     agent: Agent,
     base: String,
+}
+
+/// Seconds by device and kind of operation.
+pub type NodeSeconds = BTreeMap<(String, String), f64>;
+
+/// A line such as `troika_node_seconds_total{device="0",kind="gate"} 1.5`.
+fn node_seconds(line: &str) -> Option<((String, String), f64)> {
+    let (labels, seconds) = line.strip_prefix("troika_node_seconds_total{")?.split_once("} ")?;
+    let label = |name: &str| {
+        let (_, rest) = labels.split_once(&format!("{name}=\""))?;
+        rest.split_once('"').map(|(value, _)| value.to_owned())
+    };
+    Some(((label("device")?, label("kind")?), seconds.trim().parse().ok()?))
 }
 
 /// What to generate.
@@ -111,6 +125,18 @@ impl Client {
         serde_json::from_str(&text).map_err(|e| fault(path, &e))
     }
 
+    /// Seconds that nodes of each kind have taken on each device since the server started, from its metrics.
+    ///
+    /// # Errors
+    ///
+    /// If it does not answer with metrics.
+    pub fn node_seconds(&self) -> Result<NodeSeconds, BenchError> {
+        let path = "/metrics";
+        let mut response = self.agent.get(format!("{}{path}", self.base)).call().map_err(|e| fault(path, &e))?;
+        let text = response.body_mut().read_to_string().map_err(|e| fault(path, &e))?;
+        Ok(text.lines().filter_map(node_seconds).collect())
+    }
+
     /// Generates greedily from token ids and notes when each piece came.
     ///
     /// # Errors
@@ -187,6 +213,14 @@ fn fault(path: &str, error: &dyn std::error::Error) -> BenchError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn metrics_are_read_line_by_line() {
+        let line = r#"troika_node_seconds_total{device="1",kind="shared_expert"} 0.25"#;
+        assert_eq!(node_seconds(line), Some((("1".to_owned(), "shared_expert".to_owned()), 0.25)));
+        assert_eq!(node_seconds("# TYPE troika_node_seconds counter"), None);
+        assert_eq!(node_seconds(r#"troika_nodes_total{device="1",kind="gate",state="failed"} 3"#), None);
+    }
 
     #[test]
     fn an_answer_is_read_event_by_event() {

@@ -28,8 +28,6 @@ pub struct Evidence {
     pub tiles_in_prompts: u64,
     /// Whole tiles in the chunks that were computed.
     pub tiles_in_chunks: u64,
-    /// Device time in milliseconds, by kind and device.
-    pub busy_ms: BTreeMap<String, BTreeMap<String, f64>>,
     /// Requests without a record.
     pub missing: u64,
     /// Requests of which not exactly what was planned was dispatched. A sum alone would let one make up for another.
@@ -76,8 +74,9 @@ impl Evidence {
     /// answers for it.
     pub fn of_request(record: &Value, rows: usize, tile: usize) -> Self {
         let mut evidence = Self { tiles_in_prompts: (rows.saturating_sub(1) / tile.max(1)) as u64, ..Self::default() };
-        for chunk in record["chunks"].as_array().into_iter().flatten() {
-            let width = chunk["width"].as_u64().unwrap_or(0) as usize;
+        // Chunks belong to an answer, of which a benchmark asks for one.
+        for chunk in record["choices"][0]["chunks"].as_array().into_iter().flatten() {
+            let width = chunk["tokens"].as_u64().unwrap_or(0) as usize;
             *evidence.widths.entry(width).or_default() += 1;
             evidence.tiles_in_chunks += (width / tile.max(1)) as u64;
             for narrowing in chunk["narrowed_by"].as_array().into_iter().flatten() {
@@ -95,10 +94,6 @@ impl Evidence {
             }
             for (reason, count) in members(&entry["fallbacks"]) {
                 *evidence.fallbacks.entry(reason.clone()).or_default() += count.as_u64().unwrap_or(0);
-            }
-            for (device, ms) in members(&entry["ms"]).filter(|(device, _)| !is_interval(device)) {
-                let ms = ms.as_f64().unwrap_or(0.0);
-                *evidence.busy_ms.entry(kind.clone()).or_default().entry(device.clone()).or_default() += ms;
             }
         }
         evidence.deviating = u64::from(evidence.planned.iter().any(|(kind, planned)| evidence.ran(kind) != *planned));
@@ -123,10 +118,6 @@ impl Evidence {
         self.tiles_in_chunks += other.tiles_in_chunks;
         self.missing += other.missing;
         self.deviating += other.deviating;
-        for (kind, devices) in &other.busy_ms {
-            let own = self.busy_ms.entry(kind.clone()).or_default();
-            devices.iter().for_each(|(device, ms)| *own.entry(device.clone()).or_default() += ms);
-        }
     }
 
     /// What the runs that left this may be called.
@@ -137,7 +128,8 @@ impl Evidence {
             reasons.push(format!("the server kept no record of {} requests", self.missing));
         }
         if planned == 0 {
-            reasons.push("nothing was planned for the engines".to_owned());
+            let short = if self.tiles_in_prompts == 0 { ": no prompt had a whole tile" } else { "" };
+            reasons.push(format!("nothing was planned for the engines{short}"));
         }
         for (kind, planned) in &self.planned {
             if self.ran(kind) != *planned {
@@ -176,11 +168,6 @@ impl Evidence {
     }
 }
 
-/// Members of the ledger's `ms` that are intervals of the operation, not time of a device.
-fn is_interval(name: &str) -> bool {
-    ["input_ready", "region", "output_ready", "gap", "merge_encode"].contains(&name)
-}
-
 fn members(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flatten()
 }
@@ -193,10 +180,11 @@ mod tests {
 
     fn record(width: u64, planned: u64, exact: u64, fallbacks: &Value) -> Value {
         json!({
-            "chunks": [{"start": 0, "width": width, "narrowed_by": [{"rule": "max_itl", "before": 128, "after": width}]}],
+            "choices": [{"chunks": [
+                {"start": 0, "tokens": width, "narrowed_by": [{"rule": "max_itl", "before": 128, "after": width}]},
+            ]}],
             "plan": {"kinds": {"query": {"planned_ops": planned}}},
-            "ledger": {"kinds": {"query": {"exact": exact, "padded": 0, "fallbacks": fallbacks,
-                                           "ms": {"npu0": 3.5, "cpu": 1.0, "gap": 9.0}}}},
+            "ledger": {"kinds": {"query": {"exact": exact, "padded": 0, "fallbacks": fallbacks}}},
         })
     }
 
@@ -205,7 +193,6 @@ mod tests {
         let evidence = Evidence::of_request(&record(128, 4, 4, &json!({"rows_below_tail_threshold": 2})), 129, 64);
         assert_eq!(evidence.engagement(), Engagement::Hybrid);
         assert_eq!((evidence.tiles_in_prompts, evidence.tiles_in_chunks), (2, 2));
-        assert_eq!(evidence.busy_ms["query"], BTreeMap::from([("cpu".to_owned(), 1.0), ("npu0".to_owned(), 3.5)]));
     }
 
     #[test]

@@ -6,9 +6,11 @@
 
 pub mod arm;
 pub mod client;
+pub mod compare;
 pub mod corpus;
 pub mod evidence;
 pub mod host;
+pub mod load;
 pub mod record;
 pub mod report;
 pub mod run;
@@ -23,7 +25,9 @@ use troika_prompt::PromptError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BenchError {
-    #[error("{corpus} has {available} tokens from there on, {wanted} are wanted and none is repeated: take shorter prompts or another --corpus")]
+    #[error(
+        "{corpus} has {available} tokens from there on, {wanted} are wanted and none is repeated: take shorter prompts or another --corpus"
+    )]
     CorpusTooShort { corpus: &'static str, wanted: usize, available: usize },
     #[error("cannot start {}", program.display())]
     Start { program: PathBuf, source: std::io::Error },

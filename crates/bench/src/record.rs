@@ -1,11 +1,14 @@
 //! The record of a run: everything a report is made of, as JSON. Described in `docs/formats/bench-record.md`.
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use crate::BenchError;
 use crate::arm::{Arm, ArmName, Feature, Geometry};
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, hex};
 use crate::evidence::{Engagement, Evidence};
 use crate::host::{HostFacts, HostState};
 use crate::stats::{Difference, Interval};
@@ -114,9 +117,28 @@ pub struct ArmRecord {
     /// From the start of each process until it answered, loading and compiling included. Never part of a rate.
     pub load_s: Vec<f64>,
     pub peak_memory_bytes: Option<u64>,
+    /// Where the time of one prompt goes.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub profile: Option<Profile>,
     /// What the server's log warned of last.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub warning: Option<String>,
+}
+
+/// Device time of one prompt and the token after it, from the counters of the server before and after.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Profile {
+    pub prompt_tokens: usize,
+    pub entries: Vec<ProfileEntry>,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ProfileEntry {
+    /// Number of the device; 0 is the primary one.
+    pub device: String,
+    /// Kind of operation.
+    pub kind: String,
+    pub ms: f64,
 }
 
 /// How a length was chosen.
@@ -190,6 +212,8 @@ pub struct Sample {
     pub other_ms: f64,
     pub decode_tps: f64,
     pub tpot_ms: f64,
+    /// From the first piece of text to the end of the answer.
+    pub answer_ms: f64,
     /// Longest gap between pieces.
     pub longest_gap_ms: f64,
     /// Share of all CPUs that other processes took meanwhile.
@@ -208,6 +232,22 @@ pub struct TokenCheck {
     pub first_divergence: Option<usize>,
     /// Share of the tokens that come before the first difference, of all prompts.
     pub agreement: f64,
+}
+
+impl Program {
+    /// The program at `path`, which was built with this crate.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be read.
+    pub fn at(path: &Path) -> Result<Self, BenchError> {
+        let bytes = std::fs::read(path).map_err(|source| BenchError::Start { program: path.to_owned(), source })?;
+        Ok(Self {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            sha256: hex(&Sha256::digest(bytes)),
+            build: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
+        })
+    }
 }
 
 impl Record {

@@ -1,9 +1,15 @@
 //! Reports made of a record, and of nothing else: a table for the terminal, Markdown, a page with plots, a trace.
 
+pub mod html;
+pub mod markdown;
+pub mod plot;
 pub mod table;
+pub mod trace;
 
-use crate::record::{Cell, Experiment, Fit, Record};
-use crate::stats::{Difference, Interval, Verdict};
+use crate::arm::ArmName;
+use crate::evidence::Engagement;
+use crate::record::{ArmRecord, Cell, Experiment, Fit, Record};
+use crate::stats::{Difference, Interval, Verdict, median};
 
 /// Above this share, others may have disturbed a run.
 const DISTURBED: f64 = 0.10;
@@ -74,7 +80,8 @@ pub(crate) fn caveats(experiment: &Experiment, record: &Record) -> Vec<String> {
         caveats.push(format!("INCOMPLETE ({why}): less was measured than was asked for."));
     }
     if record.program.build != "release" {
-        caveats.push(format!("The program is a {} build: its speed says nothing about a release.", record.program.build));
+        caveats
+            .push(format!("The program is a {} build: its speed says nothing about a release.", record.program.build));
     }
     for cell in &experiment.cells {
         if let Some(why) = &cell.void {
@@ -112,6 +119,90 @@ pub(crate) fn caveats(experiment: &Experiment, record: &Record) -> Vec<String> {
         ));
     }
     caveats
+}
+
+/// A table with a heading; its first row names the columns.
+pub(crate) struct Table {
+    pub(crate) heading: &'static str,
+    pub(crate) rows: Vec<Vec<String>>,
+}
+
+/// All tables of an experiment, in the order in which they should be read.
+pub(crate) fn tables(experiment: &Experiment) -> Vec<Table> {
+    vec![what_ran(experiment), rates(experiment), differences(experiment), latencies(experiment)]
+}
+
+fn what_ran(experiment: &Experiment) -> Table {
+    let mut rows = vec![["arm", "what it is", "devices", "ready after", "memory at most"].map(str::to_owned).to_vec()];
+    rows.extend(experiment.arms.iter().map(|arm| {
+        vec![
+            arm.arm.name.letter().to_owned(),
+            arm.arm.label.clone(),
+            if arm.devices.is_empty() { "not run".to_owned() } else { arm.devices.join(" + ") },
+            median(&arm.load_s).map_or_else(|| "-".to_owned(), |load| format!("{load:.1} s")),
+            arm.peak_memory_bytes.map_or_else(|| "-".to_owned(), |bytes| format!("{} MB", bytes >> 20)),
+        ]
+    }));
+    Table { heading: "What ran where", rows }
+}
+
+fn rates(experiment: &Experiment) -> Table {
+    let arms = experiment.arms.iter().map(|arm| arm.arm.name.letter().to_owned());
+    let mut rows = vec![["prompt".to_owned()].into_iter().chain(arms).collect::<Vec<_>>()];
+    for cell in &experiment.cells {
+        let mut row = vec![length(cell)];
+        row.extend(cell.arms.iter().map(|arm| rate(&arm.prefill_tps)));
+        rows.push(row);
+    }
+    Table { heading: "Prompt tokens computed per second (median, 95 % interval)", rows }
+}
+
+fn differences(experiment: &Experiment) -> Table {
+    let has = |name| experiment.arms.iter().any(|arm: &ArmRecord| arm.arm.name == name);
+    let mut rows = vec![["prompt", "geometry alone (B/A)"].map(str::to_owned).to_vec()];
+    if has(ArmName::C) {
+        rows[0].extend(["feature alone (C/B)", "both (C/A)", "arm C is"].map(str::to_owned));
+    }
+    if has(ArmName::P) {
+        rows[0].push("against every core (C/P)".to_owned());
+    }
+    for cell in &experiment.cells {
+        let mut row = vec![length(cell), gain(&cell.geometry_gain)];
+        if has(ArmName::C) {
+            let state = cell.engagement.as_ref().map_or_else(|| "-".to_owned(), Engagement::label);
+            row.extend([gain(&cell.feature_gain), gain(&cell.total_gain), state]);
+        }
+        if has(ArmName::P) {
+            row.push(gain(&cell.against_every_core));
+        }
+        rows.push(row);
+    }
+    Table { heading: "What makes the difference", rows }
+}
+
+fn latencies(experiment: &Experiment) -> Table {
+    let mut rows = vec![vec!["prompt".to_owned()]];
+    rows[0].extend(experiment.arms.iter().map(|arm| format!("{}: first token, then tok/s", arm.arm.name.letter())));
+    for cell in &experiment.cells {
+        let mut row = vec![length(cell)];
+        row.extend(cell.arms.iter().map(|arm| match (&arm.ttft_ms, &arm.decode_tps) {
+            (Some(ttft), Some(decode)) => format!("{:.0} ms, {:.1}", ttft.median, decode.median),
+            _ => "-".to_owned(),
+        }));
+        rows.push(row);
+    }
+    Table { heading: "As a client sees it (medians)", rows }
+}
+
+/// Which arms gave the same tokens, by length.
+pub(crate) fn same_tokens(experiment: &Experiment) -> Vec<String> {
+    let line = |cell: &Cell| {
+        let equal = cell.tokens.iter().filter(|check| check.equal == check.prompts);
+        let equal: Vec<String> =
+            equal.map(|check| format!("{} = {}", check.arm.letter(), check.against.letter())).collect();
+        (!equal.is_empty()).then(|| format!("{}: same tokens, {}", length(cell), equal.join(", ")))
+    };
+    experiment.cells.iter().filter_map(line).collect()
 }
 
 #[cfg(test)]

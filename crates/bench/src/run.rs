@@ -7,6 +7,8 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use serde_json::Value;
+
 use crate::BenchError;
 use crate::arm::{Arm, ArmName, Feature};
 use crate::client::{Answer, Ask};
@@ -14,16 +16,19 @@ use crate::corpus::{Tokens, ids_digest};
 use crate::evidence::Evidence;
 use crate::host::{CpuTime, HostFacts, HostState};
 use crate::record::{
-    ArmRecord, Cell, CellArm, Experiment, Host, Length, ModelFacts, Program, Record, Regime, SCHEMA, Sample, Settings,
-    TokenCheck, VERSION,
+    ArmRecord, Cell, CellArm, Experiment, Host, Length, ModelFacts, Profile, ProfileEntry, Program, Record, Regime,
+    SCHEMA, Sample, Settings, TokenCheck, VERSION,
 };
-use crate::server::{Launch, Server, program_digest};
+use crate::server::{Launch, Server};
 use crate::stats::{Difference, interval, median};
 
 /// Loading and compiling may take so long.
 const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 /// Tokens of the discarded request, at most: every page of the weights is touched, every tile was computed once.
 const WARM_UP_TOKENS: usize = 4097;
+
+/// How long the record of a request that has ended is waited for.
+const RECORD_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -70,11 +75,7 @@ pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) ->
         version: VERSION,
         created_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
         incomplete: None,
-        program: Program {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            sha256: program_digest(&setup.program)?,
-            build: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
-        },
+        program: Program::at(&setup.program)?,
         host: Host { facts: HostFacts::new(), start: start.clone(), end: start },
         settings: setup.settings.clone(),
         experiments: Vec::new(),
@@ -99,6 +100,7 @@ pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) ->
 #[derive(Debug)]
 struct Prompts {
     warm_up: Vec<u32>,
+    profile: Vec<u32>,
     /// By length, then by repeat.
     cells: Vec<Vec<Repeat>>,
 }
@@ -119,7 +121,8 @@ impl Prompts {
             subject.tokens.prompt(idx - 1, len).map(<[u32]>::to_vec)
         };
         let longest = setup.lengths.iter().map(|length| length.tokens).max().unwrap_or(0);
-        let warm_up = next(longest.min(WARM_UP_TOKENS))?;
+        let long = longest.min(WARM_UP_TOKENS);
+        let (warm_up, profile) = (next(long)?, next(long)?);
         let mut repeat = |len: usize| {
             let prompt = next(len)?;
             let shared = match setup.settings.regime {
@@ -134,7 +137,7 @@ impl Prompts {
         };
         let mut cell = |length: &Length| (0..setup.settings.repeats).map(|_| repeat(length.tokens)).collect();
         let cells = setup.lengths.iter().map(&mut cell).collect::<Result<_, BenchError>>()?;
-        Ok(Self { warm_up, cells })
+        Ok(Self { warm_up, profile, cells })
     }
 }
 
@@ -159,6 +162,7 @@ impl<'a> UnderWay<'a> {
             devices: Vec::new(),
             load_s: Vec::new(),
             peak_memory_bytes: None,
+            profile: None,
             warning: None,
         };
         let cell = |arm: &Arm| CellArm {
@@ -235,9 +239,11 @@ impl<'a> UnderWay<'a> {
         for cell in 0..self.setup.lengths.len() {
             self.length(round, place, arm, cell, &server, stop)?;
         }
+        let profile = if round == 0 { Some(self.profile(&server)?) } else { None };
         let status = server.client.get("/troika/status")?;
         let devices = status["devices"].as_array().into_iter().flatten();
         let record = &mut self.arms[arm];
+        record.profile = profile.or(record.profile.take());
         record.devices = devices.map(|device| device.as_str().unwrap_or_default().to_owned()).collect();
         record.load_s.push(server.load_s);
         record.peak_memory_bytes = record.peak_memory_bytes.max(server.peak_memory_bytes());
@@ -267,24 +273,24 @@ impl<'a> UnderWay<'a> {
                 return Err(BenchError::Interrupted);
             }
             let measured = self.repeat(server, prompts)?;
-            if self.setup.arms[arm].name == ArmName::C {
-                self.witness(arm, cell, server, &measured.answers);
-            }
+            self.witness(arm, cell, server, &measured.answers);
             self.compare_with_first(arm, cell, repeat, &measured.answers[0]);
             samples.push(measured.sample(round, place, factor));
         }
         let mut sample = middle(&samples);
-        sample.others_cpu_share = CpuTime::now(&pids).zip(before).and_then(|(after, before)| after.others_since(&before));
+        sample.others_cpu_share =
+            CpuTime::now(&pids).zip(before).and_then(|(after, before)| after.others_since(&before));
         self.cells[cell][arm].samples.push(sample);
         Ok(())
     }
 
     fn repeat(&self, server: &Server, repeat: &Repeat) -> Result<Measured, BenchError> {
-        let ask = |prompt| Ask { prompt, generate: self.setup.settings.generate, stop_tokens: &self.subject.stop_tokens };
+        let ask =
+            |prompt| Ask { prompt, generate: self.setup.settings.generate, stop_tokens: &self.subject.stop_tokens };
         let Some([earlier, later]) = &repeat.shared else {
             let answer = server.client.complete(&ask(&repeat.prompt))?;
-            let times = engine_times(server, &answer)?;
-            return Ok(Measured { computing_s: times.first_token_s - times.queue_s, queue_s: times.queue_s, answers: vec![answer] });
+            let EngineTimes { queue_s, prefill_s } = engine_times(&answer)?;
+            return Ok(Measured { computing_s: prefill_s, queue_s, answers: vec![answer] });
         };
         server.client.complete(&Ask { generate: 1, ..ask(earlier) })?;
         // Both at once: the time is a client's, until both have begun to answer.
@@ -296,9 +302,23 @@ impl<'a> UnderWay<'a> {
         let computing_s = answers.iter().filter_map(Answer::ttft_s).fold(0.0, f64::max);
         let mut queue_s = 0.0f64;
         for answer in &answers {
-            queue_s = queue_s.max(engine_times(server, answer)?.queue_s);
+            queue_s = queue_s.max(engine_times(answer)?.queue_s);
         }
         Ok(Measured { computing_s, queue_s, answers })
+    }
+
+    /// Device time of one long prompt, by operation.
+    fn profile(&self, server: &Server) -> Result<Profile, BenchError> {
+        let prompt = &self.prompts.profile;
+        let before = server.client.node_seconds()?;
+        server.client.complete(&Ask { prompt, generate: 1, stop_tokens: &self.subject.stop_tokens })?;
+        let after = server.client.node_seconds()?;
+        let entries = after.into_iter().map(|((device, kind), seconds)| {
+            let spent = seconds - before.get(&(device.clone(), kind.clone())).copied().unwrap_or(0.0);
+            ProfileEntry { device, kind, ms: spent * 1e3 }
+        });
+        let entries = entries.filter(|entry| entry.ms > 0.0).collect();
+        Ok(Profile { prompt_tokens: prompt.len(), entries })
     }
 
     /// Notes what the server says ran where.
@@ -308,16 +328,14 @@ impl<'a> UnderWay<'a> {
         let evidence = self.cells[cell][arm].evidence.get_or_insert_default();
         for answer in answers {
             let rows = answer.usage.prompt_tokens - answer.usage.cached_tokens;
-            let made_up = settings.feature.made_up_record(answer.usage.prompt_tokens, tile);
-            let record = server.client.get(&format!("/troika/requests/{}", answer.id)).ok();
-            match (record, made_up) {
-                (Some(mut record), Some(made_up)) => {
-                    record["plan"] = made_up["plan"].clone();
-                    evidence.add(&Evidence::of_request(&record, rows, tile));
-                }
-                (Some(record), None) | (None, Some(record)) => evidence.add(&Evidence::of_request(&record, rows, tile)),
-                (None, None) => evidence.missing += 1,
+            let Some(mut record) = request_record(server, &answer.id) else {
+                evidence.missing += 1;
+                continue;
+            };
+            if let Some(plan) = settings.feature.made_up_plan(rows, tile) {
+                record["plan"] = plan;
             }
+            evidence.add(&Evidence::of_request(&record, rows, tile));
         }
     }
 
@@ -335,9 +353,12 @@ impl<'a> UnderWay<'a> {
 
     /// Every comparison is as sure as wanted.
     fn is_precise(&self) -> bool {
-        self.cells.iter().all(|arms| arms.windows(2).all(|pair| {
-            Difference::of(&pair[1].prefill_rates(), &pair[0].prefill_rates()).is_none_or(|difference| difference.is_precise())
-        }))
+        self.cells.iter().all(|arms| {
+            arms.windows(2).all(|pair| {
+                Difference::of(&pair[1].prefill_rates(), &pair[0].prefill_rates())
+                    .is_none_or(|difference| difference.is_precise())
+            })
+        })
     }
 
     fn into_experiment(mut self) -> Experiment {
@@ -353,7 +374,8 @@ impl<'a> UnderWay<'a> {
     }
 
     fn cell(&self, idx: usize, mut arms: Vec<CellArm>) -> Cell {
-        let of = |arm: &CellArm, value: fn(&Sample) -> f64| interval(&arm.samples.iter().map(value).collect::<Vec<_>>());
+        let of =
+            |arm: &CellArm, value: fn(&Sample) -> f64| interval(&arm.samples.iter().map(value).collect::<Vec<_>>());
         for arm in &mut arms {
             arm.prefill_tps = of(arm, |sample| sample.prefill_tps);
             arm.ttft_ms = of(arm, |sample| sample.ttft_ms);
@@ -363,11 +385,13 @@ impl<'a> UnderWay<'a> {
         let gain = |arm, base| Difference::of(&rates(arm)?, &rates(base)?);
         let check = |arm, against| self.check_tokens(idx, arm, against);
         let tokens: Vec<TokenCheck> =
-            [check(ArmName::B, ArmName::A), check(ArmName::C, ArmName::B), check(ArmName::P, ArmName::B)].into_iter().flatten().collect();
+            [check(ArmName::B, ArmName::A), check(ArmName::C, ArmName::B), check(ArmName::P, ArmName::B)]
+                .into_iter()
+                .flatten()
+                .collect();
         let must_agree = tokens.iter().find(|check| check.arm != ArmName::C && check.equal < check.prompts);
-        let void = must_agree.map(|check| {
-            format!("arms {} and {} gave different tokens", check.against.letter(), check.arm.letter())
-        });
+        let void = must_agree
+            .map(|check| format!("arms {} and {} gave different tokens", check.against.letter(), check.arm.letter()));
         let engaged = arms.iter().find(|arm| arm.arm == ArmName::C).filter(|arm| !arm.samples.is_empty());
         // A slow-down for a self-test claims nothing.
         let claims = !matches!(self.setup.settings.feature, Feature::Slower { .. });
@@ -446,6 +470,7 @@ impl Measured {
             other_ms: (ttft_ms - prefill_ms - queue_ms).max(0.0),
             decode_tps: if tpot_s > 0.0 { self.answers.len() as f64 / tpot_s } else { 0.0 },
             tpot_ms: 1e3 * tpot_s,
+            answer_ms: 1e3 * factor * self.answers.iter().map(|a| a.total_s).fold(0.0, f64::max) - ttft_ms,
             longest_gap_ms: 1e3 * longest_gap,
             others_cpu_share: None,
         }
@@ -465,31 +490,38 @@ fn middle(samples: &[Sample]) -> Sample {
         other_ms: of(|s| s.other_ms),
         decode_tps: of(|s| s.decode_tps),
         tpot_ms: of(|s| s.tpot_ms),
+        answer_ms: of(|s| s.answer_ms),
         longest_gap_ms: samples.iter().map(|s| s.longest_gap_ms).fold(0.0, f64::max),
         ..samples[0].clone()
     }
 }
 
-/// The server's own clock of one request.
+/// The server's own clock of one request, as it comes with the usage.
 struct EngineTimes {
     queue_s: f64,
-    /// From submission.
-    first_token_s: f64,
+    /// From the start of the first step to the first token.
+    prefill_s: f64,
 }
 
-fn engine_times(server: &Server, answer: &Answer) -> Result<EngineTimes, BenchError> {
-    // The entry comes when the connection is done with the answer, a moment after its last byte.
+fn engine_times(answer: &Answer) -> Result<EngineTimes, BenchError> {
+    let seconds = |name: &str| Some(answer.usage.all["troika"][name].as_f64()? / 1e3);
+    match (seconds("queue_ms"), seconds("prefill_ms")) {
+        (Some(queue_s), Some(prefill_s)) if prefill_s > 0.0 => Ok(EngineTimes { queue_s, prefill_s }),
+        _ => {
+            let why = format!("the usage of {} has no times of the engine: {}", answer.id, answer.usage.all);
+            Err(BenchError::Http { path: "/v1/completions".to_owned(), why })
+        }
+    }
+}
+
+/// What the server says of how a request was served; `None` if it keeps no such record.
+fn request_record(server: &Server, id: &str) -> Option<Value> {
     let asked = Instant::now();
     loop {
-        let status = server.client.get("/troika/status")?;
-        let entries = status["requests"].as_array().into_iter().flatten();
-        let mut own = entries.filter(|entry| entry["id"] == answer.id.as_str());
-        if let Some(first_token_us) = own.find_map(|entry| entry["first_token_us"].as_f64()) {
-            return Ok(EngineTimes { queue_s: 0.0, first_token_s: first_token_us / 1e6 });
-        }
-        if asked.elapsed() > Duration::from_secs(5) {
-            let why = format!("nothing is known of {}", answer.id);
-            return Err(BenchError::Http { path: "/troika/status".to_owned(), why });
+        let record = server.client.get(&format!("/troika/requests/{id}")).ok()?;
+        // The engine lets go of a request a moment after its last token.
+        if record["state"] != "running" || asked.elapsed() > RECORD_PATIENCE {
+            return Some(record);
         }
         std::thread::sleep(Duration::from_millis(2));
     }
@@ -512,7 +544,8 @@ mod tests {
 
     #[test]
     fn kept_tokens_are_in_no_rate() {
-        let usage = crate::client::Usage { prompt_tokens: 100, cached_tokens: 40, completion_tokens: 3, ..Default::default() };
+        let usage =
+            crate::client::Usage { prompt_tokens: 100, cached_tokens: 40, completion_tokens: 3, ..Default::default() };
         let pieces = [(0.30, "a"), (0.35, "b"), (0.40, "c")].map(|(at, text)| (at, text.to_owned())).to_vec();
         let answer = Answer { id: "x".into(), pieces, total_s: 0.4, usage };
         let measured = Measured { computing_s: 0.2, queue_s: 0.05, answers: vec![answer] };

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -81,8 +81,7 @@ impl Server {
                 return Err(BenchError::Server { args: launch.args.join(" "), why, log: tail(&log) });
             }
         };
-        let mut server =
-            Self { child, client: Client::new(&address), load_s: 0.0, log, _cache_dir: cache_dir };
+        let mut server = Self { child, client: Client::new(&address), load_s: 0.0, log, _cache_dir: cache_dir };
         server.client.wait_until_healthy(launch.patience)?;
         server.load_s = started.elapsed().as_secs_f64();
         Ok(server)
@@ -132,16 +131,4 @@ fn follow(log: impl BufRead, lines: &Mutex<VecDeque<String>>, found: &Sender<Str
 fn tail(log: &Mutex<VecDeque<String>>) -> String {
     let lines = log.lock().unwrap_or_else(PoisonError::into_inner);
     lines.iter().map(|line| format!("\n  {line}")).collect()
-}
-
-/// SHA-256 of a program, to know it again in another record.
-///
-/// # Errors
-///
-/// If it cannot be read.
-pub fn program_digest(program: &Path) -> Result<String, BenchError> {
-    use sha2::{Digest, Sha256};
-    let cannot = |source| BenchError::Start { program: program.to_owned(), source };
-    let bytes = std::fs::read(program).map_err(cannot)?;
-    Ok(crate::corpus::hex(&Sha256::digest(bytes)))
 }

@@ -206,7 +206,10 @@ mod tests {
         assert!(Difference::of(&[2.0; 3], &[1.0; 3]).expect("samples").is_weak);
         assert_eq!(Difference::of(&[], &[1.0]), None);
         // A median 2 % higher says nothing when the samples are spread all over.
-        assert_eq!(verdict(&[80.0, 95.0, 102.0, 110.0, 130.0], &[75.0, 90.0, 100.0, 112.0, 128.0]), Verdict::NoDifference);
+        assert_eq!(
+            verdict(&[80.0, 95.0, 102.0, 110.0, 130.0], &[75.0, 90.0, 100.0, 112.0, 128.0]),
+            Verdict::NoDifference
+        );
     }
 
     #[test]

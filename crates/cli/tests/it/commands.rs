@@ -73,7 +73,8 @@ fn wrong_input_gets_a_clear_error() {
     let empty = scratch.write("empty.txt", b"");
     troika(&["eval", &empty, "--model", &model]).fails(1, &["empty.txt", "no text"]);
     troika(&["explain", "--config", "/no/such/config.json"]).fails(1, &["/no/such/config.json"]);
-    troika(&["bench", "--model", &model, "--prompt-lengths", "99999999"]).fails(1, &["tokens do not fit", "context"]);
+    troika(&["bench", "in-process", "--model", &model, "--prompt-lengths", "99999999"])
+        .fails(1, &["tokens do not fit", "context"]);
     troika(&["synth", "--preset", "mini", &model]).fails(1, &["not an empty directory"]);
     troika(&["synth", "--preset", "huge", "x"]).fails(2, &["mini", "true2", "flash-slice"]);
 }
@@ -177,8 +178,20 @@ fn reports_are_json_with_the_promised_keys() {
     assert_ne!(wider["bits_per_byte"], eval["bits_per_byte"], "the window is applied");
 
     let out = scratch.arg("bench.json");
-    let args =
-        ["bench", "--model", &model, "--prompt-lengths", "20,40", "--generate", "4", "--rounds", "2", "--json", &out];
+    let args = [
+        "bench",
+        "in-process",
+        "--model",
+        &model,
+        "--prompt-lengths",
+        "20,40",
+        "--generate",
+        "4",
+        "--rounds",
+        "2",
+        "--json",
+        &out,
+    ];
     troika(&args).ok();
     let bench: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).expect("written")).expect("JSON");
     let results = bench["results"].as_array().expect("a list");

@@ -9,21 +9,21 @@ use anyhow::{Context, Result, bail, ensure};
 use indicatif::ProgressBar;
 use troika_base::NumericClass;
 use troika_bench::arm::{Arm, Feature, Geometry};
-use troika_bench::corpus::{Corpus, Tokens};
-use troika_bench::record::{Fit, Length, ModelFacts, Record, Regime, Settings};
+use troika_bench::corpus::Corpus;
+use troika_bench::record::{Fit, Length, Record, Regime, Settings};
 use troika_bench::report;
 use troika_bench::run::{self, Setup, Subject};
 
-use super::stop_flag;
-use crate::model_source::ModelArgs;
-use crate::report::{print, write_json, write_whole};
+use super::{stop_flag, subject};
 use crate::progress;
+use crate::report::{print, write_json, write_whole};
 
 /// Prompt tokens in one step of `troika serve`, unless it is told otherwise.
 const STOCK_STEP: u32 = 512;
 
 /// Measure the three arms.
 #[derive(Debug, clap::Args)]
+#[group(skip)]
 pub(crate) struct Args {
     /// Folder of a checkpoint; may be given several times. Without it, the built-in model nano.
     #[arg(long, value_name = "DIR")]
@@ -85,6 +85,15 @@ pub(crate) struct Args {
     /// Write the record as JSON to FILE, or to standard output with `-`, then without the table.
     #[arg(long, value_name = "FILE|-")]
     json: Option<PathBuf>,
+    /// Write the report as Markdown.
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Write the report as one HTML page with plots.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write the phases of requests as a trace for Chrome or Perfetto.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -160,6 +169,15 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     if let Some(path) = &args.json {
         write_json(path, &record)?;
     }
+    if let Some(path) = &args.markdown {
+        write_whole(path, report::markdown::render(&record).as_bytes())?;
+    }
+    if let Some(path) = &args.html {
+        write_whole(path, report::html::render(&record)?.as_bytes())?;
+    }
+    if let Some(path) = &args.trace {
+        write_json(path, &report::trace::render(&record))?;
+    }
     if !to_stdout {
         print(&report::table::render(&record, std::io::stdout().is_terminal()))?;
     }
@@ -233,47 +251,21 @@ fn setup(args: &Args) -> Result<Setup> {
     };
     let mut subjects = Vec::new();
     for model in models {
-        let subject = subject(model, args)?;
+        let opened = subject::open(model, args.class, args.corpus)?;
         let longest = lengths.iter().map(|length| length.tokens).max().unwrap_or(0) + settings.generate;
-        ensure!(longest <= subject.1, "{longest} tokens do not fit the context of {}: {}", subject.0.facts.name, subject.1);
-        for drafter in drafters {
-            let unavailable = drafter.then(|| subject.2.to_owned());
-            subjects.push(Subject { drafter: *drafter, unavailable, ..subject.0.clone() });
-        }
+        let (most, name) = (opened.max_context_tokens, &opened.facts.name);
+        ensure!(longest <= most, "{longest} tokens do not fit the context of {name}, which is {most}");
+        subjects.extend(drafters.iter().map(|drafter| Subject {
+            facts: opened.facts.clone(),
+            drafter: *drafter,
+            unavailable: drafter.then(|| opened.drafter_unavailable.to_owned()),
+            tokens: opened.tokens.clone(),
+            stop_tokens: opened.stop_tokens.clone(),
+        }));
     }
     let program = std::env::current_exe().context("cannot find the program that runs")?;
     let arms = Arm::of(&settings.feature, geometry, threads);
     Ok(Setup { program, settings, arms, lengths, subjects })
-}
-
-/// A checkpoint with its prompts, the longest context it has, and why its drafter cannot be measured.
-fn subject(model: Option<PathBuf>, args: &Args) -> Result<(Subject, usize, &'static str)> {
-    let mut serve_args = vec!["--class".to_owned(), args.class.name().to_owned()];
-    if let Some(dir) = &model {
-        let dir = dir.to_str().with_context(|| format!("{} is not UTF-8", dir.display()))?;
-        serve_args.extend(["--model".to_owned(), dir.to_owned()]);
-    }
-    let open = ModelArgs { model, class: Some(args.class), threads: 0 }.open()?;
-    let [weights_sha256, tokenizer_sha256] = open.digests()?.map(|digest| hex(&digest));
-    let facts = ModelFacts {
-        name: open.name.clone(),
-        args: serve_args,
-        weights_sha256,
-        tokenizer_sha256,
-        class: args.class.name().to_owned(),
-    };
-    let drafter = match &open.config.model.dspark {
-        None => "MTP unavailable: no mtp.* tensors",
-        Some(_) => "MTP unavailable: `troika serve` does not draft",
-    };
-    let tokens = Tokens::read(args.corpus, &*open.tokenizer()?)?;
-    let stop_tokens = open.config.eos_token_ids.clone();
-    let context = open.config.model.max_position_embeddings;
-    Ok((Subject { facts, drafter: false, unavailable: None, tokens, stop_tokens }, context, drafter))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Each length once, shortest first.

@@ -1,7 +1,10 @@
 //! `troika bench`: its flags, and who does the work.
 
+mod compare;
 mod in_process;
+mod load;
 mod matrix;
+mod subject;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -25,12 +28,16 @@ pub(crate) struct Args {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
+    Compare(compare::Args),
+    Load(load::Args),
     InProcess(in_process::Args),
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     match &args.command {
         None => matrix::run(&args.matrix),
+        Some(Command::Compare(args)) => compare::run(args),
+        Some(Command::Load(args)) => load::run(args),
         Some(Command::InProcess(args)) => in_process::run(args),
     }
 }
