@@ -433,7 +433,9 @@ pub struct RequestRecord {
     pub diverged: Option<Divergence>,
     /// Whole blocks of prompt and answer that were left to others, found ones included.
     pub stored_blocks: usize,
-    /// Why not all of them, if so.
+    /// Whole blocks that were not.
+    pub skipped_blocks: usize,
+    /// Why not, if so.
     pub skipped_because: Option<&'static str>,
     /// Chunks in which known tokens were computed, those of a preempted sequence twice; at most [`MAX_CHUNK_RECORDS`].
     pub chunks: Vec<ChunkRecord>,

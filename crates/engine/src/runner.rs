@@ -156,9 +156,6 @@ pub struct Draft {
     pub forward: Forward,
 }
 
-/// Most logit rows that a step's memory is reckoned with: prefill steps want none, decode steps one a sequence.
-const MAX_LOGIT_ROWS: usize = 16;
-
 /// Templates kept for reuse.
 const MAX_TEMPLATES: usize = 16;
 
@@ -511,10 +508,10 @@ impl StepRunner for Runner {
         self.options.class.to_string()
     }
 
-    fn step_bytes(&self, rows: usize) -> u64 {
+    fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
         let signature = StepSignature {
             rows,
-            logit_rows: rows.min(MAX_LOGIT_ROWS),
+            logit_rows,
             select: true,
             class: self.options.class,
             draft_context: self.options.draft_context && self.facts().num_stages > 0,

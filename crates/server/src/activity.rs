@@ -154,6 +154,7 @@ fn describe(record: &RequestRecord, tokenizer: &Tokenizer) -> Value {
         "cached_tier": tier(usage),
         "diverged": diverged,
         "stored_blocks": record.stored_blocks,
+        "skipped_blocks": record.skipped_blocks,
         "skipped_because": record.skipped_because,
         "preemptions": record.preemptions,
         "chunks": record.chunks.iter().map(chunk).collect::<Vec<_>>(),

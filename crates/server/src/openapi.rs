@@ -181,7 +181,9 @@ fn schema_of(name: &str, endpoint: Endpoint) -> Value {
         ("top_logprobs", _) | ("logprobs", Endpoint::Completions) => {
             json!({"type": ["integer", "null"], "minimum": 0, "maximum": 20})
         }
-        ("stream" | "echo" | "logprobs" | "store" | "parallel_tool_calls", _) => json!({"type": ["boolean", "null"]}),
+        ("stream" | "echo" | "ignore_eos" | "logprobs" | "store" | "parallel_tool_calls", _) => {
+            json!({"type": ["boolean", "null"]})
+        }
         ("model" | "instructions" | "previous_response_id", _) => json!({"type": ["string", "null"]}),
         ("reasoning_effort", _) => {
             json!({"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", null]})

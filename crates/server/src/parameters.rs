@@ -91,6 +91,7 @@ pub const PARAMETERS: &[Parameter] = &[
     row("n", [A, A, R, R]),
     row("best_of", [R, Only(&["1"]), R, R]),
     row("echo", [R, A, R, R]),
+    row("ignore_eos", [A, A, R, R]),
     row("suffix", [R, Only(&["\"\""]), R, R]),
     row("logprobs", [A, A, R, R]),
     row("top_logprobs", [A, R, R, Only(&["0"])]),

@@ -194,7 +194,7 @@ fn a_small_memory_preempts_and_changes_no_token() {
     let model = scratch.arg("model");
     let runner = runner(&scratch.path("model"));
     let shape = runner.state_shape();
-    let steps = runner.step_bytes(16) + runner.step_bytes(4);
+    let steps = runner.step_bytes(16, 0) + runner.step_bytes(4, 4);
     // Four prompts fit, and the first block of each answer; the rest does not.
     let state = 4 * shape.fixed_bytes() + 12 * shape.bytes_per_block();
     // No answer is to end by itself.
@@ -227,12 +227,6 @@ fn a_small_memory_preempts_and_changes_no_token() {
     let limit = samples["troika_state_limit_bytes"];
     assert!(limit >= state as f64 && limit <= (steps + state) as f64, "{limit} of {state}");
 
-    let long = prompt(1, 128 * 30);
-    let (status, body) = server.request("POST", "/v1/completions", &ask(&long, 2).to_string());
-    assert!(status.contains("400"), "{status} {body}");
-    for part in ["memory_limit_exceeded", "3840 tokens", "--memory-limit"] {
-        assert!(body.contains(part), "no {part} in {body}");
-    }
     let log = server.stop();
     assert!(!log.contains("ERROR"), "{log}");
 }
@@ -248,8 +242,17 @@ fn memory_that_holds_nothing_is_refused() {
     let long = "word ".repeat(2000);
     let runner = runner(&scratch.path("model"));
     let shape = runner.state_shape();
-    let one_block = 2 * (runner.step_bytes(16) + runner.step_bytes(1)) + shape.fixed_bytes() + shape.bytes_per_block();
+    let one_block =
+        2 * (runner.step_bytes(16, 0) + runner.step_bytes(1, 1)) + shape.fixed_bytes() + shape.bytes_per_block();
     let limit = one_block.to_string();
+    let server = Server::with(&model, &["--memory-limit", &limit, "--max-running", "1", "--no-cache"]);
+    post(&server, "", &ask(&prompt(1, 100), 2));
+    let tokens = prompt(1, 3840);
+    let (status, body) = server.request("POST", "/v1/completions", &ask(&tokens, 2).to_string());
+    assert!(status.contains("400"), "{status} {body}");
+    for part in ["memory_limit_exceeded", "3840 tokens", "--memory-limit"] {
+        assert!(body.contains(part), "no {part} in {body}");
+    }
     let small = ["run", &long, "--model", &model, "--memory-limit", &limit];
     troika(&small).fails(1, &["tokens needs", "larger --memory-limit"]);
 }

@@ -35,8 +35,8 @@ pub trait StepRunner {
     /// Name of the arithmetic: rows of one class never meet those of another.
     fn numeric_class(&self) -> String;
 
-    /// Bytes that the values of a step of so many rows take at most.
-    fn step_bytes(&self, rows: usize) -> u64;
+    /// Bytes that the values of a step of so many rows take at most, logits of `logit_rows` of them included.
+    fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64;
 
     /// Counts of all nodes so far, by kind and device, in place of what `totals` held.
     fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
@@ -513,11 +513,9 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
         cache: options.cache_bytes > 0,
         snapshot_spacing: options.snapshot_spacing,
     };
-    let decode_bytes = runner.step_bytes(options.max_running);
     // Half of the memory at most is for the values of steps.
     let fits = |rows: usize| {
-        options.memory_bytes == u64::MAX
-            || runner.step_bytes(rows).saturating_add(decode_bytes) <= options.memory_bytes / 2
+        options.memory_bytes == u64::MAX || steps_bytes(runner, rows, options.max_running) <= options.memory_bytes / 2
     };
     let geometry = Geometry::resolve(&request, fits);
     let steps = steps_bytes(runner, geometry.step, options.max_running);
@@ -538,7 +536,8 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
 
 /// Bytes of the values of a prefill and a decode step, which may be in flight side by side.
 fn steps_bytes(runner: &impl StepRunner, step: usize, max_running: usize) -> u64 {
-    runner.step_bytes(step).saturating_add(runner.step_bytes(max_running))
+    // Prompt chunks want no logits; of each sequence that decodes there is one row, and its logits.
+    runner.step_bytes(step, 0).saturating_add(runner.step_bytes(max_running, max_running))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -181,8 +181,10 @@ impl Live {
     /// Says how it was served.
     pub(super) fn report_end(&mut self) {
         self.notes.usage = self.usage();
-        if let Some(thread) = &self.thread {
-            thread.note(&mut self.notes);
+        match &self.thread {
+            // The last token is known and not computed.
+            Some(thread) => thread.note(self.tokens.len() - 1, &mut self.notes),
+            None => self.notes.skipped_because = Some("no_cache"),
         }
         self.sink.ended(&self.notes);
     }

@@ -21,6 +21,7 @@ pub(super) const LAYOUT_VERSION: u32 = 1;
 #[derive(Debug)]
 pub(super) struct Thread {
     root: BlockHash,
+    block_tokens: usize,
     /// Names of the whole blocks of its tokens, as far as they were needed.
     chain: Vec<BlockHash>,
     /// Leading blocks that are stored.
@@ -113,6 +114,7 @@ impl Prefixes {
         };
         Thread {
             root: identity.root(),
+            block_tokens: self.block_tokens,
             chain: Vec::new(),
             stored: 0,
             last: None,
@@ -379,10 +381,13 @@ impl Prefixes {
 
 impl Thread {
     /// What the cache knows of the sequence.
-    pub(super) fn note(&self, record: &mut RequestRecord) {
+    pub(super) fn note(&self, computed: usize, record: &mut RequestRecord) {
         record.diverged = self.diverged;
         record.stored_blocks = self.stored;
-        record.skipped_because = self.skipped.map(Skip::name);
+        if let Some(skip) = self.skipped {
+            record.skipped_blocks = (computed / self.block_tokens).saturating_sub(self.stored);
+            record.skipped_because = Some(skip.name());
+        }
     }
 
     /// Name of the block before block `index`.

@@ -180,6 +180,18 @@ fn a_small_cache_keeps_its_limit() {
 }
 
 #[test]
+fn what_is_not_stored_has_a_reason() {
+    // Not even one block fits.
+    let tiny = engine(EngineOptions { cache_bytes: 1000, ..CACHED });
+    let skipped = record(&tiny, request(tokens(1, 400), 2));
+    assert_eq!((skipped.stored_blocks, skipped.skipped_blocks, skipped.skipped_because), (0, 3, Some("no_room")));
+    assert_eq!((tiny.status().cache.skipped_no_parent, tiny.status().cache.used_bytes), (0, 0));
+    assert!(tiny.status().cache.skipped_no_room >= 2, "{:?}", tiny.status().cache);
+    let without = record(&engine(LIMITS), request(tokens(1, 400), 2));
+    assert_eq!((without.stored_blocks, without.skipped_because), (0, Some("no_cache")));
+}
+
+#[test]
 fn preempted_sequences_say_the_same() {
     let alone = engine(EngineOptions { max_running: 1, ..LIMITS });
     let roomy = EngineOptions { memory_bytes: 1 << 30, chunk_tokens: 16, ..LIMITS };

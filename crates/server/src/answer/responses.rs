@@ -1,7 +1,5 @@
 //! Answers of `/v1/responses`.
 
-use std::sync::Arc;
-
 use serde_json::{Map, Value, json};
 
 use super::{Answer, EventQueue, Format, extension};
@@ -17,7 +15,7 @@ pub(crate) type Echo = Map<String, Value>;
 
 /// Where a response will be kept, and what came before it.
 pub(crate) struct Keep {
-    pub(crate) store: Arc<ResponseStore>,
+    pub(crate) store: ResponseStore,
     pub(crate) items: ItemText,
 }
 

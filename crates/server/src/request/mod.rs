@@ -55,6 +55,8 @@ pub(crate) struct Asked {
     pub(crate) num_choices: usize,
     /// The answer begins with the prompt.
     pub(crate) echo: bool,
+    /// Tokens that end an answer are tokens like others.
+    pub(crate) ignore_eos: bool,
     pub(crate) format: ReplyFormat,
     /// The parameter that says it.
     pub(crate) format_name: &'static str,
@@ -194,6 +196,7 @@ impl Asked {
             stops: Vec::new(),
             num_choices: 1,
             echo: false,
+            ignore_eos: false,
             format: ReplyFormat::Text,
             format_name: "response_format",
             delivery: Delivery::Whole,

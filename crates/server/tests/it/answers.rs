@@ -53,6 +53,16 @@ async fn a_completion() {
 }
 
 #[tokio::test]
+async fn an_answer_that_no_token_ends() {
+    let world = World::saying("Hi").await;
+    world.post(COMPLETIONS, &completion(json!({"ignore_eos": true, "max_tokens": 3}))).await.ok();
+    world.post(CHAT, &chat(json!({"ignore_eos": true, "max_tokens": 3}))).await.ok();
+    assert!(world.engine.requests().iter().all(|request| request.stop_tokens.is_empty()));
+    let format = json!({"ignore_eos": true, "response_format": {"type": "json_object"}});
+    world.post(CHAT, &chat(format)).await.refuses(400, "invalid_value", Some("ignore_eos"));
+}
+
+#[tokio::test]
 async fn a_chat() {
     let world = World::saying("Hi").await;
     let reply = world.post(CHAT, &chat(json!({}))).await.ok();

@@ -135,6 +135,13 @@ async fn several_keys_are_kept_apart() {
         assert_eq!(status["requests"].as_array().expect("a list").len(), count, "{key}");
     }
 
+    let headers = [("content-type", "application/json"), ("x-api-key", "one")];
+    let body = minimal(Endpoint::Responses).to_string();
+    let response = client::send(world.address, "POST", "/v1/responses", &headers, body.as_bytes()).await.ok();
+    let path = format!("/v1/responses/{}", response["id"].as_str().expect("an id"));
+    assert_eq!(get(&world, "one", &path).await.ok(), response);
+    get(&world, "two", &path).await.refuses(404, "response_not_found", None);
+
     let world = two(true).await;
     let ((id, first), (_, second)) = (post(&world, "one").await, post(&world, "two").await);
     assert!(first.tenant.is_empty() && second.tenant.is_empty());
@@ -191,6 +198,10 @@ async fn metrics_count_requests_and_times() {
     world.post(COMPLETIONS, &completion(json!({}))).await.ok();
     world.engine.limit_requests(0);
     world.post(CHAT, &chat(json!({}))).await.refuses(429, "queue_full", None);
+    let refused = &world.get("/troika/status").await.ok()["requests"][0];
+    let record = world.get(&format!("/troika/requests/{}", refused["id"].as_str().expect("an id"))).await.ok();
+    let (state, ending) = (&record["state"], &record["ending"]);
+    assert_eq!((state, ending, &record["choices"]), (&json!("ended"), &json!("refused"), &json!([])));
     let after = samples(&world.get("/metrics").await);
     for (route, outcome, count) in
         [(CHAT, "stop", 1.0), (CHAT, "length", 1.0), (CHAT, "refused", 1.0), (COMPLETIONS, "stop", 1.0)]

@@ -23,7 +23,7 @@ fn example(name: &str, endpoint: Endpoint) -> Value {
             json!(0.5)
         }
         ("logit_bias", _) => json!({"7": -100, "8": 1.5}),
-        ("stream" | "echo" | "logprobs" | "parallel_tool_calls" | "store", _) => json!(true),
+        ("stream" | "echo" | "ignore_eos" | "logprobs" | "parallel_tool_calls" | "store", _) => json!(true),
         ("stream_options", _) => json!({"include_usage": true}),
         ("top_logprobs", _) => json!(2),
         ("tools", _) => json!([]),
@@ -163,7 +163,7 @@ async fn the_served_description_agrees() {
 #[tokio::test]
 async fn unknown_parameters_are_named() {
     let world = World::saying("x").await;
-    for name in ["temprature", "Temperature", "ignore_eos", "", "a b", "é"] {
+    for name in ["temprature", "Temperature", "use_beam_search", "", "a b", "é"] {
         for (path, body) in [(CHAT, chat(json!({name: 1}))), (COMPLETIONS, completion(json!({name: 1})))] {
             world.post(path, &body).await.refuses(400, "unsupported_parameter", Some(name));
         }
