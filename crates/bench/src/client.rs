@@ -36,10 +36,8 @@ fn node_seconds(line: &str) -> Option<((String, String), f64)> {
 #[derive(Clone, Copy, Debug)]
 pub struct Ask<'a> {
     pub prompt: &'a [u32],
-    /// Exactly so many tokens: the model may not end earlier.
+    /// Exactly so many tokens, even if the model would end earlier.
     pub generate: usize,
-    /// Tokens that would end the answer; they are forbidden.
-    pub stop_tokens: &'a [u32],
 }
 
 /// An answer as the client saw it. Times are seconds after the request was sent.
@@ -68,11 +66,10 @@ impl Answer {
         self.pieces.first().map(|(at, _)| *at)
     }
 
-    /// Mean time of a token after the first.
+    /// Mean time of a token after the first. The end of the stream stands for the last token, which may have no text.
     pub fn tpot_s(&self) -> Option<f64> {
-        let (first, last) = (self.pieces.first()?.0, self.pieces.last()?.0);
         let after = self.usage.completion_tokens.checked_sub(1).filter(|after| *after > 0)?;
-        Some((last - first) / after as f64)
+        Some((self.total_s - self.ttft_s()?) / after as f64)
     }
 
     /// Gaps between pieces.
@@ -144,15 +141,13 @@ impl Client {
     /// If the server refuses, fails, or ends the answer early.
     pub fn complete(&self, ask: &Ask) -> Result<Answer, BenchError> {
         let path = "/v1/completions";
-        let bias: serde_json::Map<String, Value> =
-            ask.stop_tokens.iter().map(|id| (id.to_string(), json!(-100))).collect();
         let body = json!({
             "prompt": ask.prompt,
             "max_tokens": ask.generate,
             "temperature": 0,
             "stream": true,
             "stream_options": {"include_usage": true},
-            "logit_bias": bias,
+            "ignore_eos": true,
         });
         let body = body.to_string();
         let sent = Instant::now();
@@ -170,7 +165,7 @@ impl Client {
             match line.strip_prefix("data: ") {
                 None => {}
                 Some("[DONE]") => answer.total_s = at,
-                Some(data) => answer.hear(at, serde_json::from_str(data).map_err(|e| fault(path, &e))?)?,
+                Some(data) => answer.hear(at, &serde_json::from_str(data).map_err(|e| fault(path, &e))?)?,
             }
         }
         if answer.total_s == 0.0 || answer.usage.completion_tokens != ask.generate {
@@ -183,7 +178,7 @@ impl Client {
 
 impl Answer {
     /// One event of the stream.
-    fn hear(&mut self, at: f64, event: Value) -> Result<(), BenchError> {
+    fn hear(&mut self, at: f64, event: &Value) -> Result<(), BenchError> {
         if let Some(error) = event.get("error") {
             return Err(BenchError::Http { path: "/v1/completions".to_owned(), why: error.to_string() });
         }
@@ -226,17 +221,18 @@ mod tests {
     fn an_answer_is_read_event_by_event() {
         let mut answer = Answer::default();
         let text = |text: &str| json!({"id": "cmpl-1", "choices": [{"text": text}], "usage": null});
-        answer.hear(0.5, text("a")).expect("no error");
-        answer.hear(0.6, text("")).expect("no error");
-        answer.hear(0.7, text("bc")).expect("no error");
+        answer.hear(0.5, &text("a")).expect("no error");
+        answer.hear(0.6, &text("")).expect("no error");
+        answer.hear(0.7, &text("bc")).expect("no error");
         let usage = json!({"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}});
-        answer.hear(0.7, json!({"id": "cmpl-1", "choices": [], "usage": usage})).expect("no error");
+        answer.hear(0.7, &json!({"id": "cmpl-1", "choices": [], "usage": usage})).expect("no error");
         assert_eq!((answer.id.as_str(), answer.text().as_str()), ("cmpl-1", "abc"));
         assert_eq!(answer.ttft_s(), Some(0.5));
+        answer.total_s = 0.7;
         assert!((answer.tpot_s().expect("three tokens") - 0.1).abs() < 1e-12);
         assert_eq!(answer.gaps_s().len(), 1);
         assert_eq!((answer.usage.prompt_tokens, answer.usage.cached_tokens), (9, 4));
-        let error = answer.hear(0.8, json!({"error": {"message": "no more"}})).expect_err("an error");
+        let error = answer.hear(0.8, &json!({"error": {"message": "no more"}})).expect_err("an error");
         assert!(error.to_string().contains("no more"), "{error}");
     }
 }

@@ -207,7 +207,6 @@ pub fn level(
     traffic: &Traffic,
     shape: &Shape,
     tokens: &Tokens,
-    stop_tokens: &[u32],
     stop: &AtomicBool,
 ) -> Result<Level, BenchError> {
     let clients = plan(traffic, shape, tokens)?;
@@ -218,7 +217,7 @@ pub fn level(
             let sender = sender.clone();
             scope.spawn(move || {
                 for request in requests {
-                    let outcome = send(client, &request, shape.generate, stop_tokens, start, stop);
+                    let outcome = send(client, &request, shape.generate, start, stop);
                     let stopped = matches!(outcome, Outcome::Stopped);
                     // The receiver outlives every client.
                     let _ = sender.send(outcome);
@@ -238,14 +237,7 @@ pub fn level(
     Ok(summarize(traffic.clone(), shape.objective, seconds, &outcomes))
 }
 
-fn send(
-    client: &Client,
-    request: &Planned,
-    generate: usize,
-    stop_tokens: &[u32],
-    start: Instant,
-    stop: &AtomicBool,
-) -> Outcome {
+fn send(client: &Client, request: &Planned, generate: usize, start: Instant, stop: &AtomicBool) -> Outcome {
     let mut late_s = 0.0;
     if let Some(at) = request.at {
         loop {
@@ -263,7 +255,7 @@ fn send(
     if stop.load(Ordering::Relaxed) {
         return Outcome::Stopped;
     }
-    match client.complete(&Ask { prompt: &request.prompt, generate, stop_tokens }) {
+    match client.complete(&Ask { prompt: &request.prompt, generate }) {
         Ok(answer) => Outcome::Done { answer: Box::new(answer), late_s },
         Err(BenchError::Refused { status, .. }) => Outcome::Refused(status),
         Err(_) => Outcome::Failed,
@@ -417,7 +409,7 @@ mod tests {
                 completion_tokens: 3,
                 ..Default::default()
             };
-            let answer = Box::new(Answer { id: "a".into(), pieces, total_s: 1.0, usage });
+            let answer = Box::new(Answer { id: "a".into(), pieces, total_s: ttft + 2.0 * gap, usage });
             Outcome::Done { answer, late_s: 0.0 }
         };
         let outcomes =

@@ -49,8 +49,6 @@ pub struct Subject {
     /// Why it cannot be measured.
     pub unavailable: Option<String>,
     pub tokens: Tokens,
-    /// Tokens that end an answer.
-    pub stop_tokens: Vec<u32>,
 }
 
 /// How far it is.
@@ -234,7 +232,7 @@ impl<'a> UnderWay<'a> {
             patience: LOAD_PATIENCE,
         };
         let server = Server::start(&launch)?;
-        let warm_up = Ask { prompt: &self.prompts.warm_up, generate: 4, stop_tokens: &self.subject.stop_tokens };
+        let warm_up = Ask { prompt: &self.prompts.warm_up, generate: 4 };
         server.client.complete(&warm_up)?;
         for cell in 0..self.setup.lengths.len() {
             self.length(round, place, arm, cell, &server, stop)?;
@@ -285,8 +283,7 @@ impl<'a> UnderWay<'a> {
     }
 
     fn repeat(&self, server: &Server, repeat: &Repeat) -> Result<Measured, BenchError> {
-        let ask =
-            |prompt| Ask { prompt, generate: self.setup.settings.generate, stop_tokens: &self.subject.stop_tokens };
+        let ask = |prompt| Ask { prompt, generate: self.setup.settings.generate };
         let Some([earlier, later]) = &repeat.shared else {
             let answer = server.client.complete(&ask(&repeat.prompt))?;
             let EngineTimes { queue_s, prefill_s } = engine_times(&answer)?;
@@ -311,7 +308,7 @@ impl<'a> UnderWay<'a> {
     fn profile(&self, server: &Server) -> Result<Profile, BenchError> {
         let prompt = &self.prompts.profile;
         let before = server.client.node_seconds()?;
-        server.client.complete(&Ask { prompt, generate: 1, stop_tokens: &self.subject.stop_tokens })?;
+        server.client.complete(&Ask { prompt, generate: 1 })?;
         let after = server.client.node_seconds()?;
         let entries = after.into_iter().map(|((device, kind), seconds)| {
             let spent = seconds - before.get(&(device.clone(), kind.clone())).copied().unwrap_or(0.0);

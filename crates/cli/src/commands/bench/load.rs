@@ -114,9 +114,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let measure = || {
             let server = Server::start(&launch)?;
             let prompt = opened.tokens.prompt(0, args.prompt_lengths[0] as usize)?;
-            server.client.complete(&Ask { prompt, generate: 4, stop_tokens: &opened.stop_tokens })?;
+            server.client.complete(&Ask { prompt, generate: 4 })?;
             let status = server.client.get("/troika/status")?;
-            let done = level(&server.client, traffic, &record.shape, &opened.tokens, &opened.stop_tokens, &stop)?;
+            let done = level(&server.client, traffic, &record.shape, &opened.tokens, &stop)?;
             Ok((status, done))
         };
         let measured: Result<_, troika_bench::BenchError> = measure();

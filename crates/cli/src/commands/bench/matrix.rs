@@ -260,7 +260,6 @@ fn setup(args: &Args) -> Result<Setup> {
             drafter: *drafter,
             unavailable: drafter.then(|| opened.drafter_unavailable.to_owned()),
             tokens: opened.tokens.clone(),
-            stop_tokens: opened.stop_tokens.clone(),
         }));
     }
     let program = std::env::current_exe().context("cannot find the program that runs")?;

@@ -13,7 +13,6 @@ use crate::model_source::ModelArgs;
 pub(super) struct Opened {
     pub(super) facts: ModelFacts,
     pub(super) tokens: Tokens,
-    pub(super) stop_tokens: Vec<u32>,
     pub(super) max_context_tokens: usize,
     /// Why speculative decoding cannot be measured.
     pub(super) drafter_unavailable: &'static str,
@@ -37,7 +36,6 @@ pub(super) fn open(model: Option<PathBuf>, class: NumericClass, corpus: Corpus) 
     Ok(Opened {
         facts,
         tokens: Tokens::read(corpus, &*open.tokenizer()?)?,
-        stop_tokens: open.config.eos_token_ids.clone(),
         max_context_tokens: open.config.model.max_position_embeddings,
         drafter_unavailable,
     })
