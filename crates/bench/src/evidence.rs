@@ -88,6 +88,10 @@ impl Evidence {
             evidence.planned.insert(kind.clone(), plan["planned_ops"].as_u64().unwrap_or(0));
         }
         for (kind, entry) in members(&record["ledger"]["kinds"]) {
+            // A ledger that was given the plan's numbers says them itself.
+            if let Some(planned) = entry["planned"].as_u64().filter(|planned| *planned > 0) {
+                evidence.planned.entry(kind.clone()).or_insert(planned);
+            }
             let ran = entry["exact"].as_u64().unwrap_or(0) + entry["padded"].as_u64().unwrap_or(0);
             if ran > 0 {
                 evidence.dispatched.insert(kind.clone(), ran);

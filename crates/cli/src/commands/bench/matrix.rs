@@ -21,6 +21,9 @@ use crate::report::{print, write_json, write_whole};
 /// Prompt tokens in one step of `troika serve`, unless it is told otherwise.
 const STOCK_STEP: u32 = 512;
 
+/// Rows of a tile, unless a flag or a preset says otherwise.
+const TILE: u32 = 512;
+
 /// Measure the three arms.
 #[derive(Debug, clap::Args)]
 #[group(skip)]
@@ -147,10 +150,10 @@ struct Defaults {
 
 impl Defaults {
     fn of(preset: Option<Preset>) -> Self {
-        let usual = Self { name: None, lengths: &[2048], generate: 128, max_rounds: 11, repeats: 3, tile: 1024 };
+        let usual = Self { name: None, lengths: &[2048], generate: 128, max_rounds: 11, repeats: 3, tile: TILE };
         match preset {
             None => usual,
-            Some(Preset::Quick) => Self { name: Some("quick"), generate: 32, max_rounds: 5, ..usual },
+            Some(Preset::Quick) => Self { name: Some("quick"), lengths: &[600, 1536], generate: 16, max_rounds: 5, repeats: 1, ..usual },
             Some(Preset::Paper) => {
                 Self { name: Some("paper"), lengths: &[16_384, 32_768], repeats: 1, tile: 4096, ..usual }
             }
