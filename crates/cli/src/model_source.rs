@@ -20,13 +20,16 @@ pub(crate) struct ModelArgs {
     /// Folder of a checkpoint: config.json, safetensors files and tokenizer.json. Without it, the built-in model nano.
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `exact` (f32 throughout) or `official`
-    /// (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
+    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `fast-fp8-exact` (the same for fp4
+    /// weights only), `exact` (f32 throughout) or `official` (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
     #[arg(long, value_name = "CLASS")]
-    pub(crate) class: Option<NumericClass>,
-    /// Worker threads; 0 = one per core.
+    class: Option<NumericClass>,
+    /// Threads that compute; 0 = one per physical core.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
+    /// Keep each of these threads on a core of its own. For a machine that does nothing else. Linux only.
+    #[arg(long)]
+    pin_threads: bool,
 }
 
 /// A checkpoint whose weights are complete and sound.
@@ -47,6 +50,11 @@ enum Files {
 }
 
 impl ModelArgs {
+    /// The checkpoint in `model`, or nano, for whoever only wants to look at it.
+    pub(crate) fn of(model: Option<PathBuf>, class: NumericClass) -> Self {
+        Self { model, class: Some(class), threads: 0, pin_threads: false }
+    }
+
     /// Opens the checkpoint and checks every weight. The tokenizer is not asked for yet.
     pub(crate) fn open(&self) -> Result<OpenModel> {
         match &self.model {
@@ -73,6 +81,7 @@ impl ModelArgs {
     pub(crate) fn runner_options(&self, class: NumericClass) -> RunnerOptions {
         let mut options = RunnerOptions::new(class);
         options.cpu.threads = usize::from(self.threads);
+        options.cpu.pin = self.pin_threads;
         options
     }
 }

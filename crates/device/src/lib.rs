@@ -12,6 +12,7 @@ pub mod state;
 
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::time::Instant;
 
 use troika_base::StepId;
 use troika_graph::{NodeId, WeightKey, WeightSource};
@@ -40,28 +41,39 @@ pub struct Capabilities {
     pub threads: usize,
 }
 
-/// Nodes of one step for one device, to be done in the order given.
+/// Which work goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Priority {
+    /// Somebody waits for the next token.
+    Decode,
+    /// Prompt processing.
+    Prefill,
+}
+
+/// Nodes of one step for one device, to be done in the order given and reported together.
 #[derive(Debug)]
 pub struct Work {
     /// The step they belong to.
     pub run: Arc<StepRun>,
-    /// Which nodes; each one's predecessors are done, or come earlier on the same device.
+    /// Which nodes, at least one; each one's predecessors are done, or come earlier on the same device.
     pub nodes: Vec<NodeId>,
+    /// How soon.
+    pub priority: Priority,
     /// Where to report.
-    pub done: Sender<Completion>,
+    pub done: Sender<Report>,
 }
 
-/// One node was done, or failed.
+/// What became of a piece of work.
 #[derive(Debug)]
-pub struct Completion {
+pub struct Report {
     /// The step.
     pub step: StepId,
-    /// The node.
-    pub node: NodeId,
-    /// Time on the device, microseconds.
-    pub elapsed_us: u64,
-    /// `Err` carries what went wrong, for people; the step's values are then worthless.
-    pub result: Result<(), String>,
+    /// The nodes of the work.
+    pub nodes: Vec<NodeId>,
+    /// Time of each node that was done, in their order, nanoseconds.
+    pub elapsed_ns: Vec<u64>,
+    /// What went wrong with the node after those, for people; the step's values are then worthless.
+    pub failure: Option<String>,
 }
 
 /// Why a device cannot do as asked.
@@ -104,10 +116,16 @@ pub trait Device: Send + Sync {
     /// If a weight cannot be taken.
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError>;
 
-    /// Queues work and returns at once. Work of one device runs in the order of submission.
+    /// Queues work and returns at once. Between two nodes the device turns to the most urgent work that it has; work of
+    /// the same priority runs in the order of submission.
     ///
     /// # Errors
     ///
     /// If the device has stopped; nothing is queued then.
     fn submit(&self, work: Work) -> Result<(), DeviceError>;
+
+    /// Lends the caller's thread to a device that computes on cores: it does queued nodes until `pause` says so, which is
+    /// asked after each node and told the time, or nothing is queued. True if it did any. Whoever waits for a step calls
+    /// it, so no thread has to be woken for a step, nor at its end. A device with a processor of its own returns at once.
+    fn drive(&self, pause: &mut dyn FnMut(Instant) -> bool) -> bool;
 }

@@ -39,20 +39,20 @@ impl BufferPool {
     /// Most buffers kept of each type; a step of any model here has fewer slots.
     const MAX_KEPT: usize = 64;
 
+    /// At least `elements` long, with whatever the last step left in it.
     fn take<T: Clone + Default>(kept: &Mutex<Vec<Vec<T>>>, elements: usize) -> Vec<T> {
         let mut kept = lock(kept);
-        let capacity = |index: &usize| kept[*index].capacity();
-        // The smallest that fits. Failing that the largest makes way for a larger one, so that no more is kept than steps
-        // have ever held: the memory that admission reckons with.
-        let best = (0..kept.len()).filter(|index| capacity(index) >= elements).min_by_key(capacity);
-        let best = best.or_else(|| (0..kept.len()).max_by_key(capacity));
-        let mut buffer = best.map_or_else(Vec::new, |index| kept.swap_remove(index));
-        drop(kept);
-        if buffer.capacity() < elements {
-            buffer = Vec::new();
+        // The smallest that is large enough. Failing that the largest makes way for a larger one, so that no more is kept
+        // than steps have ever held: the memory that admission reckons with.
+        let best = (0..kept.len()).filter(|i| kept[*i].len() >= elements).min_by_key(|i| kept[*i].len());
+        match best {
+            Some(index) => kept.swap_remove(index),
+            None => {
+                let largest = (0..kept.len()).max_by_key(|index| kept[*index].len());
+                drop(largest.map(|index| kept.swap_remove(index)));
+                vec![T::default(); elements]
+            }
         }
-        buffer.resize(elements, T::default());
-        buffer
     }
 
     fn give<T>(kept: &Mutex<Vec<Vec<T>>>, buffer: Vec<T>) {
@@ -60,7 +60,7 @@ impl BufferPool {
         kept.push(buffer);
         if kept.len() > Self::MAX_KEPT {
             // The smallest is the cheapest to make again.
-            let smallest = (0..kept.len()).min_by_key(|index| kept[*index].capacity());
+            let smallest = (0..kept.len()).min_by_key(|index| kept[*index].len());
             smallest.map(|index| kept.swap_remove(index));
         }
     }

@@ -7,11 +7,13 @@
 
 pub mod api;
 mod engine;
+mod memory;
 mod runner;
 mod sampler;
 
 pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
+pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Forward, Runner, RunnerError, RunnerOptions, WantLogits};
 pub use sampler::{SampleError, sample};

@@ -10,10 +10,10 @@ use troika_base::{NumericClass, SequenceId};
 use troika_device::cpu::{CpuDevice, CpuOptions};
 use troika_device::state::{LayerShape, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
-use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
+use troika_graph::{Acceptance, Scope, Segment, StepRows, WeightSource};
 use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
-use troika_runtime::{Executor, ExecutorError, FinishedStep, Ledger, Plan, Priority, Step, Ticket};
+use troika_runtime::{Executor, ExecutorError, FinishedStep, Ledger, Plan, Priority, Step, Template, Ticket};
 
 /// Settings of a [`Runner`].
 #[derive(Clone, Copy, Debug)]
@@ -168,7 +168,9 @@ pub struct Runner {
     shape: StateShape,
     sequences: BTreeMap<SequenceId, Arc<SequenceState>>,
     next_sequence: u64,
-    templates: Vec<(StepSignature, Arc<StepGraph>)>,
+    templates: Vec<(StepSignature, Arc<Template>)>,
+    /// The drafter's block, once it was asked for.
+    draft_template: Option<Arc<Template>>,
     /// Chunks of the steps in flight.
     pending: BTreeMap<Ticket, Pending>,
     /// Sequences with a `Partial` chunk that is not yet committed, from its submission on.
@@ -211,6 +213,7 @@ impl Runner {
             sequences: BTreeMap::new(),
             next_sequence: 0,
             templates: Vec::new(),
+            draft_template: None,
             pending: BTreeMap::new(),
             uncommitted: BTreeSet::new(),
         })
@@ -336,11 +339,11 @@ impl Runner {
         if rows.tokens.is_empty() {
             return Err(RunnerError::Empty);
         }
-        let graph = self.template(&rows);
+        let template = self.template(&rows);
         let partial = chunks.iter().filter(|chunk| chunk.acceptance == Acceptance::Partial);
         self.uncommitted.extend(partial.map(|chunk| chunk.sequence));
         let chunks = chunks.iter().map(|c| (c.sequence, c.tokens.len(), c.acceptance)).collect();
-        let ticket = self.executor.submit(Step { graph, rows, states, priority })?;
+        let ticket = self.executor.submit(Step { template, rows, states, priority })?;
         self.pending.insert(ticket, Pending { chunks, logit_rows });
         Ok(ticket)
     }
@@ -444,8 +447,10 @@ impl Runner {
         let rows = tokens.len();
         let segment = Segment { sequence, row: 0, rows, position, acceptance: Acceptance::Whole };
         let rows = StepRows { tokens, segments: vec![segment], logit_rows: (0..rows).collect() };
-        let graph = Arc::new(self.emitter.draft(self.options.class, self.options.debug));
-        let ticket = self.executor.submit(Step { graph, rows, states: vec![state], priority: Priority::Decode })?;
+        let (emitter, options, executor) = (&self.emitter, &self.options, &self.executor);
+        let emit = || executor.template(emitter.draft(options.class, options.debug));
+        let template = Arc::clone(self.draft_template.get_or_insert_with(emit));
+        let ticket = self.executor.submit(Step { template, rows, states: vec![state], priority: Priority::Decode })?;
         // The block writes no state, so nothing is committed.
         self.pending.insert(ticket, Pending { chunks: Vec::new(), logit_rows: vec![0] });
         let (done, forward) = self.next_done()?;
@@ -477,7 +482,7 @@ impl Runner {
         chunks.filter(|(other, ..)| *other == sequence).map(|(_, rows, _)| rows).sum()
     }
 
-    fn template(&mut self, rows: &StepRows) -> Arc<StepGraph> {
+    fn template(&mut self, rows: &StepRows) -> Arc<Template> {
         let signature = StepSignature {
             rows: rows.num_rows(),
             logit_rows: rows.logit_rows.len(),
@@ -487,15 +492,16 @@ impl Runner {
             draft_context: self.options.draft_context && self.facts().num_stages > 0,
             debug_blocks: self.options.debug.then(|| rows.max_context() / 4),
         };
-        if let Some((_, graph)) = self.templates.iter().find(|(other, _)| *other == signature) {
-            return Arc::clone(graph);
+        if let Some(index) = self.templates.iter().position(|(other, _)| *other == signature) {
+            // The one used last is at the end.
+            self.templates[index..].rotate_left(1);
+        } else {
+            if self.templates.len() == MAX_TEMPLATES {
+                self.templates.remove(0);
+            }
+            self.templates.push((signature, self.executor.template(self.emitter.trunk(&signature))));
         }
-        let graph = Arc::new(self.emitter.trunk(&signature));
-        if self.templates.len() == MAX_TEMPLATES {
-            self.templates.remove(0);
-        }
-        self.templates.push((signature, Arc::clone(&graph)));
-        graph
+        Arc::clone(&self.templates.last().expect("found or pushed").1)
     }
 }
 
@@ -509,15 +515,7 @@ impl StepRunner for Runner {
     }
 
     fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
-        let signature = StepSignature {
-            rows,
-            logit_rows,
-            select: true,
-            class: self.options.class,
-            draft_context: self.options.draft_context && self.facts().num_stages > 0,
-            debug_blocks: None,
-        };
-        self.emitter.trunk(&signature).memory().peak_bytes()
+        step_bytes(&self.emitter, self.options.class, self.options.draft_context, rows, logit_rows)
     }
 
     fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
@@ -528,7 +526,7 @@ impl StepRunner for Runner {
             submitted: entry.submitted,
             completed: entry.completed,
             failed: entry.failed,
-            busy_us: entry.busy_us,
+            busy_us: entry.busy_ns / 1000,
         }));
     }
 
@@ -560,15 +558,34 @@ impl StepRunner for Runner {
         Ok(done.map(|(ticket, forward)| {
             let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
             let elapsed_us = forward.elapsed.as_micros() as u64;
-            let longest_node_us = forward.ledger.total().longest_us;
+            let longest_node_us = forward.ledger.total().longest_ns / 1000;
             self.recycle(forward);
             StepResult { ticket, logits, elapsed_us, longest_node_us }
         }))
     }
 }
 
+/// Bytes of the values of a step of `rows` rows, of which `logit_rows` want logits.
+pub(crate) fn step_bytes(
+    emitter: &Emitter,
+    class: NumericClass,
+    draft_context: bool,
+    rows: usize,
+    logit_rows: usize,
+) -> u64 {
+    let signature = StepSignature {
+        rows,
+        logit_rows,
+        select: true,
+        class,
+        draft_context: draft_context && emitter.facts().num_stages > 0,
+        debug_blocks: None,
+    };
+    emitter.trunk(&signature).memory().peak_bytes()
+}
+
 /// What each layer keeps per sequence (model spec 11.1).
-fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
+pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
     let window_only =
         LayerShape { head_dim: config.head_dim, window: config.sliding_window, compressed: None, index: None };
     let pool = |ratio, dim, overlap| Some(PoolShape { ratio, dim, overlap });

@@ -157,12 +157,25 @@ pub fn sample(logits: &[f32], sampling: &Sampling, position: usize) -> Result<u3
     Ok(candidates.last().map_or(best as u32, |(id, _)| *id))
 }
 
+/// The first of the largest finite logits. In two passes that the compiler vectorises: every decoded token waits for it.
 fn best_token(logits: &[f32]) -> Option<usize> {
-    let finite = logits.iter().enumerate().filter(|(_, logit)| logit.is_finite());
-    finite.fold(None, |best: Option<usize>, (id, logit)| match best {
-        Some(best) if logits[best] >= *logit => Some(best),
-        _ => Some(id),
-    })
+    const LANES: usize = 16;
+    let finite = |logit: f32| if logit.abs() < f32::INFINITY { logit } else { f32::NEG_INFINITY };
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    let (groups, rest) = logits.as_chunks::<LANES>();
+    for group in groups {
+        for (largest, logit) in largest.iter_mut().zip(group) {
+            *largest = larger(*largest, finite(*logit));
+        }
+    }
+    let best = largest.into_iter().chain(rest.iter().copied().map(finite)).fold(f32::NEG_INFINITY, larger);
+    if best == f32::NEG_INFINITY {
+        return None;
+    }
+    let group = groups.iter().position(|group| group.iter().fold(false, |any, logit| any | (*logit == best)));
+    let first = group.unwrap_or(groups.len()) * LANES;
+    logits[first..].iter().position(|logit| *logit == best).map(|index| first + index)
 }
 
 fn filter(candidates: &mut Vec<(u32, f64)>, sampling: &Sampling) {
@@ -207,6 +220,21 @@ mod tests {
         assert_eq!(sample(&[0.0, 3.0, 3.0, f32::NAN], &Sampling::GREEDY, 0), Ok(1));
         assert_eq!(sample(&[f32::NAN, f32::INFINITY], &Sampling::GREEDY, 0), Err(SampleError::NoFiniteLogit));
         assert_eq!(sample(&[f32::NEG_INFINITY, -5.0], &PLAIN, 0), Ok(1));
+    }
+
+    #[test]
+    fn the_best_is_found_wherever_it_is() {
+        for len in [1, 15, 16, 17, 32, 45] {
+            for at in 0..len {
+                let mut logits: Vec<f32> = (0..len).map(|i| -((i * 7 % 11) as f32) - 1.0).collect();
+                logits[at] = -0.5;
+                logits[len - 1 - at] = if len - 1 - at == at { -0.5 } else { f32::INFINITY };
+                assert_eq!(best_token(&logits), Some(at), "{at} of {len}");
+                logits[at..].fill(-0.5);
+                assert_eq!(best_token(&logits), Some(at), "the first of several");
+            }
+        }
+        assert_eq!(best_token(&[f32::NAN; 20]), None);
     }
 
     #[test]

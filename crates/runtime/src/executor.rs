@@ -1,8 +1,10 @@
 //! The executor: runs the nodes of several steps on several devices, by dependencies alone.
 //!
-//! A node is handed to its device as soon as everything before it is done or queued earlier on the same device. Nodes of a
-//! decode step go before the next node of a prefill step: no prefill node is handed over while a decode node is queued. Two steps are ordered only where they touch the state of the
-//! same sequence: a node that touches a layer's state waits for the earlier step's nodes of that layer that do.
+//! A node is handed to its device as soon as everything before it is done or queued earlier on the same device, together
+//! with all others that may go: a step whose nodes all belong to one device is one piece of work with one report. A piece
+//! ends where another device waits for it. Devices see to it that nodes of a decode step go before the next node of a
+//! prefill step. Two steps are ordered only where they touch the state of the same sequence: a node that touches a layer's
+//! state comes after the earlier step's nodes of that layer that do.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -11,36 +13,18 @@ use std::time::{Duration, Instant};
 
 use troika_base::StepId;
 use troika_device::run::BufferPool;
-use troika_device::{Completion, Device, DeviceError, SequenceState, StepRun, Work};
-use troika_graph::{NodeId, Scope, StepGraph, StepRows};
+use troika_device::{Device, DeviceError, Priority, Report, SequenceState, StepRun, Work};
+use troika_graph::{NodeId, StepGraph, StepRows};
 
-use crate::ledger::Ledger;
+use crate::ledger::{Entry, Ledger};
 use crate::plan::{DeviceId, Plan};
-
-/// Which step's nodes go first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Priority {
-    /// Somebody waits for the next token.
-    Decode,
-    /// Prompt processing.
-    Prefill,
-}
-
-impl Priority {
-    /// Nodes of such a step that may be queued on a device at once. Decode nodes are short, so a deep queue hides the way
-    /// there and back; prefill nodes are long, and what is queued delays a decode step that comes in.
-    fn max_queued(self) -> usize {
-        match self {
-            Self::Decode => 64,
-            Self::Prefill => 2,
-        }
-    }
-}
+use crate::template::{NodePlace, Template};
 
 /// One forward pass to do.
 #[derive(Debug)]
 pub struct Step {
-    pub graph: Arc<StepGraph>,
+    /// Of the same executor.
+    pub template: Arc<Template>,
     pub rows: StepRows,
     /// One per segment.
     pub states: Vec<Arc<SequenceState>>,
@@ -76,24 +60,30 @@ pub enum ExecutorError {
     Idle,
 }
 
+/// [`InFlight::waiting_for`] of a node that is queued or done.
+const QUEUED: u32 = u32::MAX;
+
 struct InFlight {
     run: Arc<StepRun>,
+    template: Arc<Template>,
     priority: Priority,
-    placement: Vec<DeviceId>,
     /// Per node: predecessors that keep it from being queued.
     waiting_for: Vec<u32>,
-    /// Per node: nodes that have it as a predecessor.
-    successors: Vec<Vec<NodeId>>,
-    /// Nodes that may be queued, but for earlier steps.
-    ready: BTreeSet<NodeId>,
-    /// Per layer: nodes touching its state that are not done.
-    state_users_left: BTreeMap<Scope, u32>,
+    /// All nodes before this one are queued.
+    first_unqueued: usize,
+    /// Per layer of the template: nodes touching its state that are not queued, and that are not done.
+    state_users: Vec<StateUsers>,
     /// Earlier steps with a sequence of this one.
     earlier: Vec<StepId>,
-    queued: usize,
     left: usize,
-    ledger: Ledger,
+    /// Per counter of the template.
+    entries: Vec<Entry>,
     start: Instant,
+}
+
+struct StateUsers {
+    not_queued: u32,
+    not_done: u32,
 }
 
 /// Runs steps on devices. Driven by one thread: [`Self::submit`] queues, [`Self::next_done`] waits.
@@ -103,7 +93,9 @@ pub struct Executor {
     buffers: BufferPool,
     steps: BTreeMap<StepId, InFlight>,
     next_step: u64,
-    done: (Sender<Completion>, Receiver<Completion>),
+    done: (Sender<Report>, Receiver<Report>),
+    /// A report that came in while a device had this thread.
+    reported: Option<Report>,
     /// Steps that ended because an earlier one of the same sequence failed, not yet reported.
     given_up: VecDeque<(StepId, String)>,
     totals: Ledger,
@@ -124,12 +116,18 @@ impl Executor {
             steps: BTreeMap::new(),
             next_step: 0,
             done: channel(),
+            reported: None,
             given_up: VecDeque::new(),
             totals: Ledger::default(),
         }
     }
 
-    /// Queues a step.
+    /// Works out what all steps of a graph have in common.
+    pub fn template(&self, graph: StepGraph) -> Arc<Template> {
+        Arc::new(Template::new(graph, &self.plan))
+    }
+
+    /// Queues a step. Devices that have no processor of their own compute while somebody waits in [`Self::next_done`].
     ///
     /// # Errors
     ///
@@ -143,10 +141,7 @@ impl Executor {
         self.next_step += 1;
         let in_flight = self.prepare(id, step);
         self.steps.insert(id, in_flight);
-        if let Err(error) = self.queue_ready() {
-            self.steps.remove(&id);
-            return Err(error);
-        }
+        self.queue_step(id)?;
         Ok(Ticket(id))
     }
 
@@ -167,40 +162,50 @@ impl Executor {
     /// If a node failed or a device is gone. Later steps of the same sequences fail too, one call each, since they build on
     /// state that is not to be trusted; the others stay in flight.
     pub fn next_done(&mut self) -> Result<FinishedStep, ExecutorError> {
-        if let Some((step, reason)) = self.given_up.pop_front() {
-            return Err(ExecutorError::Node { step, reason });
-        }
-        if self.steps.is_empty() {
-            return Err(ExecutorError::Idle);
-        }
-        loop {
-            let completion = self.done.1.recv().expect("the executor holds a sender itself");
-            if let Some(finished) = self.complete(completion)? {
-                return Ok(finished);
-            }
-        }
+        Ok(self.wait(None)?.expect("without an end, a step ends the wait"))
     }
 
-    /// As [`Self::next_done`], but gives up at `until`.
+    /// As [`Self::next_done`], but gives up at `until`, or after the node that is being computed then.
     ///
     /// # Errors
     ///
     /// As [`Self::next_done`].
     pub fn next_done_until(&mut self, until: Instant) -> Result<Option<FinishedStep>, ExecutorError> {
+        self.wait(Some(until))
+    }
+
+    fn wait(&mut self, until: Option<Instant>) -> Result<Option<FinishedStep>, ExecutorError> {
         if let Some((step, reason)) = self.given_up.pop_front() {
             return Err(ExecutorError::Node { step, reason });
         }
         if self.steps.is_empty() {
             return Err(ExecutorError::Idle);
         }
+        let is_over = |now: Instant| until.is_some_and(|until| now >= until);
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            match self.done.1.recv_timeout(left) {
-                Ok(completion) => {
-                    if let Some(finished) = self.complete(completion)? {
-                        return Ok(Some(finished));
-                    }
+            while let Some(report) = self.reported.take().or_else(|| self.done.1.try_recv().ok()) {
+                if let Some(finished) = self.take_report(report)? {
+                    return Ok(Some(finished));
                 }
+            }
+            if until.is_some() && is_over(Instant::now()) {
+                return Ok(None);
+            }
+            let (reported, reports) = (&mut self.reported, &self.done.1);
+            let mut pause = |now| {
+                *reported = reports.try_recv().ok();
+                reported.is_some() || is_over(now)
+            };
+            if self.devices.iter().any(|device| device.drive(&mut pause)) {
+                continue;
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let report = match left {
+                Some(left) => self.done.1.recv_timeout(left),
+                None => self.done.1.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match report {
+                Ok(report) => self.reported = Some(report),
                 Err(RecvTimeoutError::Timeout) => return Ok(None),
                 Err(RecvTimeoutError::Disconnected) => unreachable!("the executor holds a sender itself"),
             }
@@ -213,97 +218,94 @@ impl Executor {
     }
 
     fn prepare(&self, id: StepId, step: Step) -> InFlight {
-        let Step { graph, rows, states, priority } = step;
-        let placement = self.plan.place(&graph);
-        let mut successors = vec![Vec::new(); graph.nodes().len()];
-        let mut waiting_for = Vec::with_capacity(graph.nodes().len());
-        let mut state_users_left = BTreeMap::new();
-        for (index, node) in graph.nodes().iter().enumerate() {
-            let node_id = NodeId(index as u32);
-            let before = graph.predecessors(node_id);
-            waiting_for.push(before.len() as u32);
-            before.iter().for_each(|p| successors[p.0 as usize].push(node_id));
-            if !node.state.is_empty() {
-                *state_users_left.entry(node.scope).or_insert(0) += 1;
-            }
-        }
-        let ready = (0..waiting_for.len()).filter(|i| waiting_for[*i] == 0).map(|i| NodeId(i as u32)).collect();
+        let Step { template, rows, states, priority } = step;
+        let start = Instant::now();
         let shares_sequence = |other: &InFlight| {
             other.run.rows().segments.iter().any(|a| rows.segments.iter().any(|b| a.sequence == b.sequence))
         };
         let earlier = self.steps.iter().filter(|(_, other)| shares_sequence(other)).map(|(id, _)| *id).collect();
-        let left = graph.nodes().len();
-        let run = Arc::new(StepRun::new(id, graph, rows, states, &self.buffers));
+        let users = template.scopes.iter().map(|users| StateUsers { not_queued: users.nodes, not_done: users.nodes });
         InFlight {
-            run,
+            run: Arc::new(StepRun::new(id, Arc::clone(&template.graph), rows, states, &self.buffers)),
             priority,
-            placement,
-            waiting_for,
-            successors,
-            ready,
-            state_users_left,
+            waiting_for: template.nodes.iter().map(|place| place.num_predecessors).collect(),
+            first_unqueued: 0,
+            state_users: users.collect(),
             earlier,
-            queued: 0,
-            left,
-            ledger: Ledger::default(),
-            start: Instant::now(),
+            left: template.nodes.len(),
+            entries: vec![Entry::default(); template.counters.len()],
+            template,
+            start,
         }
     }
 
     /// Hands over every node that may go, decode steps first, then older steps.
     fn queue_ready(&mut self) -> Result<(), ExecutorError> {
-        let mut order: Vec<(Priority, StepId)> = self.steps.iter().map(|(id, step)| (step.priority, *id)).collect();
+        let unqueued = self.steps.iter().filter(|(_, step)| step.first_unqueued < step.waiting_for.len());
+        let mut order: Vec<(Priority, StepId)> = unqueued.map(|(id, step)| (step.priority, *id)).collect();
         order.sort_unstable();
-        for (priority, id) in order {
-            let decodes = |step: &InFlight| step.priority == Priority::Decode && step.queued > 0;
-            if priority == Priority::Prefill && self.steps.values().any(decodes) {
-                break;
-            }
-            self.queue_step(id)?;
-        }
-        Ok(())
+        order.into_iter().try_for_each(|(_, id)| self.queue_step(id))
     }
 
     fn queue_step(&mut self, id: StepId) -> Result<(), ExecutorError> {
-        let mut batches: BTreeMap<DeviceId, Vec<NodeId>> = BTreeMap::new();
-        loop {
-            let step = &self.steps[&id];
-            if step.queued >= step.priority.max_queued() {
-                break;
+        let mut step = self.steps.remove(&id).expect("it is in flight");
+        let template = Arc::clone(&step.template);
+        let mut pieces: Vec<(DeviceId, Vec<NodeId>)> = Vec::new();
+        let mut are_all_queued = true;
+        // The order of nodes respects every dependency, so one pass finds all that may go.
+        for index in step.first_unqueued..template.nodes.len() {
+            let (node, place) = (NodeId(index as u32), &template.nodes[index]);
+            if step.waiting_for[index] == 0 && !self.waits_for_earlier_step(&step, place) {
+                step.queue(place);
+                step.waiting_for[index] = QUEUED;
+                step.release_successors(place, |other| other == place.device);
+                let piece = match pieces.iter_mut().find(|(device, _)| *device == place.device) {
+                    Some(piece) => piece,
+                    None => {
+                        pieces.push((place.device, Vec::with_capacity(template.nodes.len() - index)));
+                        pieces.last_mut().expect("just pushed")
+                    }
+                };
+                piece.1.push(node);
+                if place.is_awaited {
+                    self.hand_over(&step, place.device, std::mem::take(&mut piece.1))?;
+                }
             }
-            let Some(node) = step.ready.iter().copied().find(|node| !self.waits_for_earlier_step(step, *node)) else {
-                break;
-            };
-            let step = self.steps.get_mut(&id).expect("checked above");
-            let device = step.placement[node.0 as usize];
-            step.ready.remove(&node);
-            step.queued += 1;
-            step.ledger.at(step.run.graph().node(node).kind, device).submitted += 1;
-            step.release_successors(node, |other| other == device);
-            batches.entry(device).or_default().push(node);
+            are_all_queued &= step.waiting_for[index] == QUEUED;
+            if are_all_queued {
+                step.first_unqueued = index + 1;
+            }
         }
-        for (device, nodes) in batches {
-            let work = Work { run: Arc::clone(&self.steps[&id].run), nodes, done: self.done.0.clone() };
-            self.devices[usize::from(device.0)].submit(work)?;
+        for (device, nodes) in pieces.into_iter().filter(|(_, nodes)| !nodes.is_empty()) {
+            self.hand_over(&step, device, nodes)?;
         }
+        self.steps.insert(id, step);
         Ok(())
     }
 
-    fn waits_for_earlier_step(&self, step: &InFlight, node: NodeId) -> bool {
-        let node = step.run.graph().node(node);
-        if node.state.is_empty() {
-            return false;
-        }
-        let busy = |earlier: &StepId| {
-            self.steps.get(earlier).is_some_and(|e| e.state_users_left.get(&node.scope).is_some_and(|left| *left > 0))
-        };
-        step.earlier.iter().any(busy)
+    fn hand_over(&self, step: &InFlight, device: DeviceId, nodes: Vec<NodeId>) -> Result<(), DeviceError> {
+        let (run, done) = (Arc::clone(&step.run), self.done.0.clone());
+        self.devices[usize::from(device.0)].submit(Work { run, nodes, priority: step.priority, done })
+    }
+
+    fn waits_for_earlier_step(&self, step: &InFlight, place: &NodePlace) -> bool {
+        let Some(scope) = place.scope else { return false };
+        let scope = step.template.scopes[scope].scope;
+        step.earlier.iter().filter_map(|id| self.steps.get(id)).any(|earlier| {
+            let Some(index) = earlier.template.scope(scope) else { return false };
+            let users = &earlier.state_users[index];
+            // Work of one device is done in the order in which it is queued, but for urgent work.
+            let comes_first = users.not_queued == 0
+                && earlier.priority <= step.priority
+                && earlier.template.scopes[index].device == Some(place.device);
+            users.not_done > 0 && !comes_first
+        })
     }
 
     /// Drops a failed step and every later step that builds on its sequences' state.
     fn give_up(&mut self, failed: StepId) {
         let step = self.steps.remove(&failed).expect("it is in flight");
-        self.totals.merge(&step.ledger);
+        self.totals.merge(&step.ledger());
         let mut lost = BTreeSet::from([failed]);
         // Steps are in order of submission, so one pass finds what depends on what was lost before it.
         for (id, step) in &self.steps {
@@ -314,66 +316,79 @@ impl Executor {
         lost.remove(&failed);
         for id in lost {
             let step = self.steps.remove(&id).expect("found above");
-            self.totals.merge(&step.ledger);
+            self.totals.merge(&step.ledger());
             self.given_up.push_back((id, format!("{failed}, which computed the tokens before, failed")));
         }
     }
 
-    fn complete(&mut self, completion: Completion) -> Result<Option<FinishedStep>, ExecutorError> {
-        let Completion { step: id, node, elapsed_us, result } = completion;
-        // A step that failed has been dropped; its last completions may still come in.
+    fn take_report(&mut self, report: Report) -> Result<Option<FinishedStep>, ExecutorError> {
+        let Report { step: id, nodes, elapsed_ns, failure } = report;
+        // A step that failed has been dropped; its last reports may still come in.
         let Some(step) = self.steps.get_mut(&id) else { return Ok(None) };
-        let (device, kind) = (step.placement[node.0 as usize], step.run.graph().node(node).kind);
-        if let Err(reason) = result {
-            step.ledger.at(kind, device).failed += 1;
+        for (node, elapsed_ns) in nodes.iter().zip(&elapsed_ns) {
+            step.complete(*node, *elapsed_ns);
+        }
+        if let Some(reason) = failure {
+            let failed = step.template.place(nodes[elapsed_ns.len()]).counter;
+            step.entries[failed].failed += 1;
             self.give_up(id);
             self.queue_ready()?;
             return Err(ExecutorError::Node { step: id, reason });
         }
-        let rows = step.run.rows().num_rows() as u64;
-        let entry = step.ledger.at(kind, device);
-        entry.completed += 1;
-        entry.rows += rows;
-        entry.busy_us += elapsed_us;
-        entry.longest_us = entry.longest_us.max(elapsed_us);
-        step.queued -= 1;
-        step.left -= 1;
-        let scope = step.run.graph().node(node).scope;
-        if !step.run.graph().node(node).state.is_empty() {
-            *step.state_users_left.get_mut(&scope).expect("counted at the start") -= 1;
-        }
-        step.release_successors(node, |other| other != device);
         if step.left > 0 {
             self.queue_ready()?;
             return Ok(None);
         }
         let step = self.steps.remove(&id).expect("present above");
         self.queue_ready()?;
-        self.totals.merge(&step.ledger);
-        Ok(Some(step.finish(id)))
+        let finished = step.finish(id);
+        self.totals.merge(&finished.ledger);
+        Ok(Some(finished))
     }
 }
 
 impl InFlight {
-    /// `node` no longer keeps those of its successors waiting whose device `releases`.
-    fn release_successors(&mut self, node: NodeId, releases: impl Fn(DeviceId) -> bool) {
-        for successor in std::mem::take(&mut self.successors[node.0 as usize]) {
-            let index = successor.0 as usize;
-            if releases(self.placement[index]) {
-                self.waiting_for[index] -= 1;
-                if self.waiting_for[index] == 0 {
-                    self.ready.insert(successor);
-                }
-            } else {
-                self.successors[node.0 as usize].push(successor);
+    fn queue(&mut self, place: &NodePlace) {
+        self.entries[place.counter].submitted += 1;
+        if let Some(scope) = place.scope {
+            self.state_users[scope].not_queued -= 1;
+        }
+    }
+
+    fn complete(&mut self, node: NodeId, elapsed_ns: u64) {
+        let template = Arc::clone(&self.template);
+        let place = template.place(node);
+        let entry = &mut self.entries[place.counter];
+        entry.completed += 1;
+        entry.rows += self.run.rows().num_rows() as u64;
+        entry.busy_ns += elapsed_ns;
+        entry.longest_ns = entry.longest_ns.max(elapsed_ns);
+        self.left -= 1;
+        if let Some(scope) = place.scope {
+            self.state_users[scope].not_done -= 1;
+        }
+        if place.is_awaited {
+            self.release_successors(place, |other| other != place.device);
+        }
+    }
+
+    /// `place` no longer keeps those of its successors waiting whose device `releases`.
+    fn release_successors(&mut self, place: &NodePlace, releases: impl Fn(DeviceId) -> bool) {
+        for successor in self.template.successors(place) {
+            if releases(self.template.place(*successor).device) {
+                self.waiting_for[successor.0 as usize] -= 1;
             }
         }
     }
 
+    fn ledger(&self) -> Ledger {
+        Ledger::of(&self.template.counters, &self.entries)
+    }
+
     fn finish(self, id: StepId) -> FinishedStep {
-        let elapsed = self.start.elapsed();
+        let (ledger, elapsed) = (self.ledger(), self.start.elapsed());
         let mut run = self.run;
-        // The device drops its reference right after reporting the last node.
+        // Devices drop their references before they report, but for those with nothing left to report.
         let run = loop {
             match Arc::try_unwrap(run) {
                 Ok(run) => break run,
@@ -383,6 +398,116 @@ impl InFlight {
                 }
             }
         };
-        FinishedStep { ticket: Ticket(id), run, ledger: self.ledger, elapsed }
+        FinishedStep { ticket: Ticket(id), run, ledger, elapsed }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use troika_base::SequenceId;
+    use troika_device::{Capabilities, DeviceKind, StateShape};
+    use troika_graph::{
+        Acceptance, Access, Element, GraphBuilder, Kind, Node, Op, Scope, Segment, StateEdge, StatePart, WeightSource,
+    };
+
+    use super::*;
+
+    /// Keeps work until the test has it done.
+    struct Shelf {
+        capabilities: Capabilities,
+        work: Mutex<VecDeque<Work>>,
+    }
+
+    impl Device for Shelf {
+        fn capabilities(&self) -> &Capabilities {
+            &self.capabilities
+        }
+
+        fn load(&self, _: &dyn WeightSource) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn submit(&self, work: Work) -> Result<(), DeviceError> {
+            self.work.lock().expect("not poisoned").push_back(work);
+            Ok(())
+        }
+
+        fn drive(&self, _: &mut dyn FnMut(Instant) -> bool) -> bool {
+            false
+        }
+    }
+
+    /// Two branches of three nodes from one node, joined by a last one; the branch on the second device writes state.
+    fn branches() -> StepGraph {
+        let mut builder = GraphBuilder::new(1, 0);
+        let mut node = |inputs: &[u32], scope, state| {
+            let output = builder.value(1, Element::F32);
+            // Kept, so that no memory is reused and the branches do not wait for each other.
+            builder.tap(Scope::Stage(output.0 as u16), "kept", output);
+            let inputs = inputs.iter().map(|input| troika_graph::ValueId(*input)).collect();
+            builder.push(Node { op: Op::Copy, inputs, outputs: vec![output], scope, kind: Kind::Gate, state });
+        };
+        let edge = || vec![StateEdge { scope: Scope::Layer(3), part: StatePart::Window, access: Access::Write }];
+        node(&[], Scope::Model, Vec::new());
+        for branch in 0..3 {
+            node(&[if branch == 0 { 0 } else { 2 * branch - 1 }], Scope::Model, Vec::new());
+            node(&[if branch == 0 { 0 } else { 2 * branch }], Scope::Layer(3), edge());
+        }
+        node(&[5, 6], Scope::Model, Vec::new());
+        builder.build()
+    }
+
+    /// Pieces end where another device waits and begin when what they wait for is reported, and not before.
+    #[test]
+    fn work_is_cut_where_devices_wait_for_each_other() {
+        let shelf = || {
+            let (name, description) = ("shelf".to_owned(), String::new());
+            let capabilities = Capabilities { name, kind: DeviceKind::Cpu, description, threads: 1 };
+            Arc::new(Shelf { capabilities, work: Mutex::default() })
+        };
+        let (primary, second) = (shelf(), shelf());
+        let devices: Vec<Arc<dyn Device>> = vec![Arc::<Shelf>::clone(&primary), Arc::<Shelf>::clone(&second)];
+        let mut executor = Executor::new(devices, Plan::Primary);
+        let placement: Vec<DeviceId> = [0, 0, 1, 0, 1, 0, 1, 0].map(DeviceId).to_vec();
+        let template = Arc::new(Template::placed(branches(), &placement));
+        let mut submit = || {
+            let segment =
+                Segment { sequence: SequenceId(0), row: 0, rows: 1, position: 0, acceptance: Acceptance::Whole };
+            let rows = StepRows { tokens: vec![0], segments: vec![segment], logit_rows: Vec::new() };
+            let states = vec![Arc::new(SequenceState::new(&StateShape::default()))];
+            let step = Step { template: Arc::clone(&template), rows, states, priority: Priority::Prefill };
+            executor.submit(step).expect("accepted")
+        };
+        let nodes = |shelf: &Shelf| -> Vec<(u64, Vec<u32>)> {
+            let work = shelf.work.lock().expect("not poisoned");
+            work.iter().map(|work| (work.run.id().0, work.nodes.iter().map(|node| node.0).collect())).collect()
+        };
+        let (first, later) = (submit(), submit());
+        let whole = |step: Ticket| [(step.0.0, vec![0]), (step.0.0, vec![1, 3, 5])];
+        assert_eq!(nodes(&primary), [whole(first), whole(later)].concat());
+        assert_eq!(nodes(&second), []);
+        let mut report = |shelf: &Shelf| {
+            let work = shelf.work.lock().expect("not poisoned").pop_front().expect("there is some");
+            let (step, elapsed_ns) = (work.run.id(), vec![5; work.nodes.len()]);
+            let report = Report { step, nodes: work.nodes, elapsed_ns, failure: None };
+            drop(work.run);
+            executor.take_report(report).expect("nothing fails").map(|finished| finished.ledger)
+        };
+        assert!(report(&primary).is_none());
+        assert_eq!(nodes(&second), [(first.0.0, vec![2, 4, 6])]);
+        assert!(report(&primary).is_none());
+        assert!(report(&primary).is_none());
+        // The state of the first step is touched by work queued earlier on the same device.
+        assert_eq!(nodes(&second), [(first.0.0, vec![2, 4, 6]), (later.0.0, vec![2, 4, 6])]);
+        assert_eq!(nodes(&primary), [(later.0.0, vec![1, 3, 5])]);
+        assert!(report(&second).is_none());
+        assert_eq!(nodes(&primary), [(later.0.0, vec![1, 3, 5]), (first.0.0, vec![7])]);
+        assert!(report(&primary).is_none());
+        let ledger = report(&primary).expect("the first step is done");
+        let entry = |device| ledger.entry(Kind::Gate, DeviceId(device));
+        assert_eq!((entry(0).submitted, entry(0).completed, entry(0).busy_ns), (5, 5, 25));
+        assert_eq!((entry(1).submitted, entry(1).completed, entry(1).longest_ns), (3, 3, 5));
     }
 }

@@ -18,10 +18,10 @@ pub struct Entry {
     pub failed: u64,
     /// Rows of the completed nodes.
     pub rows: u64,
-    /// Time on the device, microseconds.
-    pub busy_us: u64,
-    /// The longest of them, microseconds.
-    pub longest_us: u64,
+    /// Time on the device, nanoseconds.
+    pub busy_ns: u64,
+    /// The longest of them, nanoseconds.
+    pub longest_ns: u64,
 }
 
 impl AddAssign for Entry {
@@ -30,8 +30,8 @@ impl AddAssign for Entry {
         self.completed += other.completed;
         self.failed += other.failed;
         self.rows += other.rows;
-        self.busy_us += other.busy_us;
-        self.longest_us = self.longest_us.max(other.longest_us);
+        self.busy_ns += other.busy_ns;
+        self.longest_ns = self.longest_ns.max(other.longest_ns);
     }
 }
 
@@ -66,7 +66,8 @@ impl Ledger {
         }
     }
 
-    pub(crate) fn at(&mut self, kind: Kind, device: DeviceId) -> &mut Entry {
-        self.entries.entry((kind, device)).or_default()
+    /// Counts of one step.
+    pub(crate) fn of(counters: &[(Kind, DeviceId)], entries: &[Entry]) -> Self {
+        Self { entries: counters.iter().copied().zip(entries.iter().copied()).collect() }
     }
 }

@@ -5,7 +5,10 @@
 pub mod executor;
 pub mod ledger;
 pub mod plan;
+mod template;
 
-pub use executor::{Executor, ExecutorError, FinishedStep, Priority, Step, Ticket};
+pub use executor::{Executor, ExecutorError, FinishedStep, Step, Ticket};
 pub use ledger::{Entry, Ledger};
 pub use plan::{DeviceId, Plan};
+pub use template::Template;
+pub use troika_device::Priority;

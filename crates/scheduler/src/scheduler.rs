@@ -325,8 +325,10 @@ impl Scheduler {
             let chunk = ChunkRecord { start: entry.computed, width: 1, narrowed_by: Vec::new() };
             plan.parts.push(Part { request: *id, chunk });
         }
-        if plan.parts.is_empty() && !self.in_flight.contains_key(&Lane::Prefill) {
+        if plan.parts.is_empty() {
             self.pace.idle();
+        } else if self.in_flight.contains_key(&Lane::Prefill) {
+            self.pace.decoding(self.rows_of_prefill());
         }
         plan
     }

@@ -264,7 +264,8 @@ fn compute(state: &SequenceState, position: usize, token: u32) -> u64 {
             }
         }
         for seen in (position + 1).saturating_sub(WINDOW)..=position {
-            hidden = fold(hidden, layer.window.row(seen.max(layer.window.first())));
+            let seen = seen.max(layer.window.first());
+            hidden = fold(hidden, layer.window.rows(seen..seen + 1));
         }
         for pool in pools(layer) {
             let visible = (position + 1) / pool.ratio();

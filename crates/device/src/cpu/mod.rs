@@ -1,15 +1,17 @@
-//! The CPU as a device: one queue, worked off by a pool of threads that share each operation.
+//! The CPU as a device: a queue, worked off by whoever waits for a step together with a pool of threads; they share each
+//! operation.
 //!
-//! `weights.rs` has the loaded weights, `ops.rs` what each operation does, `pool.rs` the threads.
+//! `weights.rs` has the loaded weights, `ops.rs` what each operation does, `pool.rs` the threads, `cores.rs` where they run.
 
+mod cores;
 mod ops;
 #[expect(unsafe_code, reason = "tasks borrow from their caller, which the type of a thread cannot say")]
 mod pool;
 mod weights;
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use troika_base::NumericClass;
@@ -18,31 +20,63 @@ pub use troika_kernels::CpuLevel;
 use troika_kernels::{Ctx, Parallel};
 
 use crate::run::StepRun;
-use crate::{Capabilities, Completion, Device, DeviceError, DeviceKind, Work};
+use crate::{Capabilities, Device, DeviceError, DeviceKind, Priority, Report, Work};
 use pool::Pool;
 use weights::CpuWeights;
+pub use weights::{WeightForm, WeightMemory, weight_form, weight_memory};
 
 /// Settings of a [`CpuDevice`].
 #[derive(Clone, Copy, Debug)]
 pub struct CpuOptions {
-    /// Worker threads; 0 = one per core.
+    /// Worker threads; 0 = one per physical core.
     pub threads: usize,
+    /// Keep each on a core of its own.
+    pub pin: bool,
     /// Instruction set, at most what the CPU has.
     pub level: CpuLevel,
 }
 
 impl Default for CpuOptions {
     fn default() -> Self {
-        Self { threads: 0, level: CpuLevel::best() }
+        Self { threads: 0, pin: false, level: CpuLevel::best() }
     }
 }
 
 /// The primary device: runs every operation.
 pub struct CpuDevice {
     capabilities: Capabilities,
-    weights: Arc<OnceLock<CpuWeights>>,
+    weights: OnceLock<CpuWeights>,
     class: NumericClass,
-    queue: Sender<Work>,
+    level: CpuLevel,
+    queue: Mutex<Queue>,
+    /// Held by the thread that computes.
+    pool: Mutex<Pool>,
+}
+
+/// What is to be done, by priority.
+#[derive(Default)]
+struct Queue {
+    decode: VecDeque<Job>,
+    prefill: VecDeque<Job>,
+}
+
+/// Work, perhaps begun.
+struct Job {
+    work: Work,
+    elapsed_ns: Vec<u64>,
+}
+
+impl Queue {
+    fn of(&mut self, priority: Priority) -> &mut VecDeque<Job> {
+        match priority {
+            Priority::Decode => &mut self.decode,
+            Priority::Prefill => &mut self.prefill,
+        }
+    }
+
+    fn take(&mut self) -> Option<Job> {
+        self.decode.pop_front().or_else(|| self.prefill.pop_front())
+    }
 }
 
 impl CpuDevice {
@@ -53,19 +87,23 @@ impl CpuDevice {
     /// If they cannot be started.
     pub fn start(options: CpuOptions, class: NumericClass) -> Result<Self, DeviceError> {
         let failed = |reason: String| DeviceError::Threads { threads: options.threads, reason };
-        let pool = Pool::new(options.threads).map_err(|e| failed(e.to_string()))?;
+        let pool = Pool::new(options.threads, options.pin).map_err(|e| failed(e.to_string()))?;
         let threads = pool.threads();
         let description = format!("{threads} threads, {:?}", options.level);
         let capabilities = Capabilities { name: "cpu".to_owned(), kind: DeviceKind::Cpu, description, threads };
-        let weights = Arc::new(OnceLock::new());
-        let (queue, work) = channel();
-        let worker = Worker { weights: Arc::clone(&weights), level: options.level, pool };
-        // The thread that works off the queue is the first of the pool.
-        std::thread::Builder::new()
-            .name("cpu-0".to_owned())
-            .spawn(move || worker.work_off(&work))
-            .map_err(|e| failed(e.to_string()))?;
-        Ok(Self { capabilities, weights, class, queue })
+        let (queue, pool) = (Mutex::default(), Mutex::new(pool));
+        Ok(Self { capabilities, weights: OnceLock::new(), class, level: options.level, queue, pool })
+    }
+
+    fn execute(&self, pool: &Pool, run: &StepRun, node: NodeId) -> Result<(), String> {
+        let weights = self.weights.get().ok_or("no weights are loaded")?;
+        let ctx = Ctx { level: self.level, par: pool };
+        // A panic is a defect of ours; it ends the step, not the process.
+        catch_unwind(AssertUnwindSafe(|| ops::execute(ctx, weights, run, node))).map_err(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            let op = run.graph().node(node).op.name();
+            format!("operation {op} failed: {}", text.unwrap_or("no message"))
+        })
     }
 }
 
@@ -75,48 +113,144 @@ impl Device for CpuDevice {
     }
 
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError> {
-        let loaded = CpuWeights::load(source, self.class)?;
+        let pool = lock(&self.pool);
+        let ctx = Ctx { level: self.level, par: &*pool };
+        let loaded = CpuWeights::load(ctx, source, self.class)?;
         assert!(self.weights.set(loaded).is_ok(), "weights are loaded once");
         Ok(())
     }
 
     fn submit(&self, work: Work) -> Result<(), DeviceError> {
-        self.queue.send(work).map_err(|_| DeviceError::Stopped { name: self.capabilities.name.clone() })
+        let job = Job { elapsed_ns: Vec::with_capacity(work.nodes.len()), work };
+        lock(&self.queue).of(job.work.priority).push_back(job);
+        Ok(())
     }
-}
 
-/// Lives on the first thread of the pool and takes part in every operation.
-struct Worker {
-    weights: Arc<OnceLock<CpuWeights>>,
-    level: CpuLevel,
-    pool: Pool,
-}
-
-impl Worker {
-    fn work_off(&self, queue: &Receiver<Work>) {
-        while let Ok(work) = queue.recv() {
-            for node in &work.nodes {
-                let start = Instant::now();
-                let result = self.execute(&work.run, *node);
-                let elapsed_us = start.elapsed().as_micros() as u64;
-                let failed = result.is_err();
-                let completion = Completion { step: work.run.id(), node: *node, elapsed_us, result };
-                // A step that failed, or that nobody waits for any more, needs no further node.
-                if work.done.send(completion).is_err() || failed {
-                    break;
+    fn drive(&self, pause: &mut dyn FnMut(Instant) -> bool) -> bool {
+        let pool = lock(&self.pool);
+        let Some(mut job) = lock(&self.queue).take() else { return false };
+        let _busy = pool.stay_awake();
+        let mut start = Instant::now();
+        loop {
+            let node = job.work.nodes[job.elapsed_ns.len()];
+            let result = self.execute(&pool, &job.work.run, node);
+            let end = Instant::now();
+            let failure = result.err();
+            if failure.is_none() {
+                job.elapsed_ns.push((end - start).as_nanos() as u64);
+            }
+            start = end;
+            if failure.is_some() || job.elapsed_ns.len() == job.work.nodes.len() {
+                job.report(failure);
+                if pause(end) {
+                    return true;
+                }
+                let Some(next) = lock(&self.queue).take() else { return true };
+                job = next;
+            } else if pause(end) {
+                lock(&self.queue).of(job.work.priority).push_front(job);
+                return true;
+            } else if job.work.priority != Priority::Decode {
+                let mut queue = lock(&self.queue);
+                if let Some(urgent) = queue.decode.pop_front() {
+                    queue.of(job.work.priority).push_front(std::mem::replace(&mut job, urgent));
                 }
             }
         }
     }
+}
 
-    fn execute(&self, run: &StepRun, node: NodeId) -> Result<(), String> {
-        let weights = self.weights.get().ok_or("no weights are loaded")?;
-        let ctx = Ctx { level: self.level, par: &self.pool };
-        // A panic is a defect of ours; it ends the step, not the process.
-        catch_unwind(AssertUnwindSafe(|| ops::execute(ctx, weights, run, node))).map_err(|panic| {
-            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            let op = run.graph().node(node).op.name();
-            format!("operation {op} failed: {}", text.unwrap_or("no message"))
-        })
+impl Job {
+    fn report(self, failure: Option<String>) {
+        let Self { work: Work { run, nodes, done, .. }, elapsed_ns } = self;
+        let report = Report { step: run.id(), nodes, elapsed_ns, failure };
+        // Whoever takes the report wants the step for itself.
+        drop(run);
+        // If nobody waits for the step any more, nobody misses the report.
+        let _ = done.send(report);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing under these locks can be left half-changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::channel;
+
+    use troika_base::{SequenceId, StepId, StoredTensor};
+    use troika_graph::{
+        Acceptance, Element, GraphBuilder, Kind, Node, Op, Scope, Segment, StepRows, ValueId, WeightKey,
+    };
+
+    use super::*;
+    use crate::run::BufferPool;
+    use crate::{SequenceState, StateShape};
+
+    struct NoWeights;
+
+    impl WeightSource for NoWeights {
+        fn keys(&self) -> Vec<WeightKey> {
+            Vec::new()
+        }
+
+        fn tensor(&self, _: WeightKey) -> Option<StoredTensor> {
+            None
+        }
+    }
+
+    /// A step that copies rows `nodes - 1` times.
+    fn step(id: u64, nodes: u32) -> Arc<StepRun> {
+        let mut builder = GraphBuilder::new(1, 0);
+        for index in 0..nodes {
+            let output = builder.value(1, Element::F32);
+            let (op, inputs) = match index {
+                0 => (Op::ConcatColumns, Vec::new()),
+                _ => (Op::Copy, vec![ValueId(index - 1)]),
+            };
+            let (outputs, scope, kind, state) = (vec![output], Scope::Model, Kind::Gate, Vec::new());
+            builder.push(Node { op, inputs, outputs, scope, kind, state });
+        }
+        let segment = Segment { sequence: SequenceId(id), row: 0, rows: 1, position: 0, acceptance: Acceptance::Whole };
+        let rows = StepRows { tokens: vec![0], segments: vec![segment], logit_rows: Vec::new() };
+        let states = vec![Arc::new(SequenceState::new(&StateShape::default()))];
+        Arc::new(StepRun::new(StepId(id), Arc::new(builder.build()), rows, states, &BufferPool::default()))
+    }
+
+    #[test]
+    fn decode_nodes_go_before_the_next_prefill_node() {
+        let options = CpuOptions { threads: 2, ..CpuOptions::default() };
+        let device = CpuDevice::start(options, NumericClass::Exact).expect("threads start");
+        device.load(&NoWeights).expect("nothing to refuse");
+        let (done, reports) = channel();
+        let submit = |id: u64, count: u32, priority| {
+            let nodes = (0..count).map(NodeId).collect();
+            let work = Work { run: step(id, count), nodes, priority, done: done.clone() };
+            device.submit(work).expect("it runs");
+        };
+        let drive = |max_nodes: usize| {
+            let mut num_nodes = 0;
+            device.drive(&mut |_| {
+                num_nodes += 1;
+                num_nodes == max_nodes
+            })
+        };
+        submit(0, 10, Priority::Prefill);
+        submit(1, 4, Priority::Prefill);
+        assert!(drive(3));
+        submit(2, 5, Priority::Decode);
+        assert!(drive(5));
+        let report = reports.try_recv().expect("the decode step is done");
+        assert_eq!((report.step, report.elapsed_ns.len(), report.failure), (StepId(2), 5, None));
+        assert!(reports.try_recv().is_err(), "one report for one piece of work");
+        assert!(drive(7));
+        let report = reports.try_recv().expect("what was begun first goes on first");
+        assert_eq!((report.step, report.elapsed_ns.len(), report.nodes.len()), (StepId(0), 10, 10));
+        assert!(drive(usize::MAX));
+        assert_eq!(reports.try_recv().expect("nothing is left").step, StepId(1));
+        assert!(!drive(usize::MAX), "nothing was queued");
     }
 }

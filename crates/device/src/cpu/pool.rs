@@ -1,22 +1,29 @@
 //! The device's threads: a fork-join pool for regions of some microseconds, several hundred of them per decoded token.
 //!
 //! A region is opened by its caller, who works on it too; workers join while it is open and leave when no task is left;
-//! the caller closes it and waits for those inside. A worker that comes too late is not waited for. Workers spin briefly
-//! between regions, then sleep: an idle device uses no processor time.
+//! the caller closes it and waits for those inside. A worker that comes too late is not waited for, so a core that somebody
+//! else uses costs its share and no more. Workers spin while a step is computed and a moment after it, for the next one
+//! mostly follows at once; then they sleep: an idle device uses no processor time.
 
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use troika_kernels::Parallel;
 
-/// How long a worker without work spins before it sleeps: longer than the serial work between two regions of a step.
-const SPIN: Duration = Duration::from_micros(60);
+use super::cores;
+
+/// How long a worker spins after a step before it sleeps: longer than what lies between two decode steps.
+const SPIN: Duration = Duration::from_micros(200);
+/// How long a worker spins within a step before it also offers its core to others: longer than the serial work between two
+/// regions mostly is.
+const POLITE: Duration = Duration::from_micros(50);
 
 /// Bits of [`Shared::gate`]: workers inside, whether the region is closed, and above them the number of the region.
 const INSIDE: u64 = (1 << 16) - 1;
@@ -29,13 +36,24 @@ pub(super) struct Pool {
     workers: Vec<JoinHandle<()>>,
     /// Held by the caller of a region. A region inside a region runs on its caller's thread alone.
     caller: Mutex<()>,
+    /// The core for callers, and who is on it.
+    pin_caller: Option<usize>,
+    pinned: Mutex<Option<ThreadId>>,
 }
 
+/// Alone on its cache lines (two of them, since they are fetched in pairs).
+#[repr(align(128))]
+struct Alone<T>(T);
+
 struct Shared {
-    gate: AtomicU64,
+    /// What waiting workers look at.
+    gate: Alone<AtomicU64>,
+    /// What busy ones change.
+    next: Alone<AtomicUsize>,
     /// What the open region does; written by its caller while nobody is inside.
     job: UnsafeCell<Option<Job>>,
-    next: AtomicUsize,
+    /// A step is being computed.
+    awake: AtomicBool,
     sleeping: AtomicUsize,
     sleep: Mutex<()>,
     wake: Condvar,
@@ -56,26 +74,75 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl Pool {
-    /// A pool of `threads` threads, of which the caller is one; 0 = one per core.
-    pub(super) fn new(threads: usize) -> io::Result<Self> {
-        let threads = if threads == 0 { std::thread::available_parallelism().map_or(1, usize::from) } else { threads };
+    /// A pool of `threads` threads, of which the caller is one; 0 = one per physical core. With `pin` each stays on a core
+    /// of its own, callers included from [`Self::stay_awake`] on.
+    pub(super) fn new(threads: usize, pin: bool) -> io::Result<Self> {
+        let cores = cores::physical();
+        let threads = match threads {
+            // The system may grant less time than it shows cores.
+            0 => std::thread::available_parallelism().map_or(1, usize::from).min(cores.len().max(1)),
+            threads => threads,
+        };
+        if pin && cores.len() < threads {
+            let reason = format!("cannot pin {threads} threads to {} physical cores", cores.len());
+            return Err(io::Error::new(io::ErrorKind::Unsupported, reason));
+        }
         let shared = Arc::new(Shared {
-            gate: AtomicU64::new(CLOSED),
+            gate: Alone(AtomicU64::new(CLOSED)),
+            next: Alone(AtomicUsize::new(0)),
             job: UnsafeCell::new(None),
-            next: AtomicUsize::new(0),
+            awake: AtomicBool::new(false),
             sleeping: AtomicUsize::new(0),
             sleep: Mutex::new(()),
             wake: Condvar::new(),
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
-        let mut pool = Self { shared, workers: Vec::new(), caller: Mutex::new(()) };
+        let pin_caller = pin.then(|| cores[0]);
+        let mut pool =
+            Self { shared, workers: Vec::new(), caller: Mutex::new(()), pin_caller, pinned: Mutex::new(None) };
+        let (ready, is_ready) = channel();
         for index in 1..threads {
-            let shared = Arc::clone(&pool.shared);
-            let worker = std::thread::Builder::new().name(format!("cpu-{index}")).spawn(move || shared.work())?;
-            pool.workers.push(worker);
+            let (shared, ready) = (Arc::clone(&pool.shared), ready.clone());
+            let core = cores.get(index).copied().filter(|_| pin);
+            let work = move || {
+                // The pool is not made before every worker has said this.
+                let _ = ready.send(core.map_or(Ok(()), cores::pin));
+                shared.work();
+            };
+            pool.workers.push(std::thread::Builder::new().name(format!("cpu-{index}")).spawn(work)?);
         }
+        is_ready.into_iter().take(threads - 1).collect::<io::Result<()>>()?;
         Ok(pool)
+    }
+
+    /// Pins the caller's thread, unless it was the last to be.
+    fn pin_caller(&self) {
+        let (Some(core), caller) = (self.pin_caller, std::thread::current().id()) else { return };
+        if lock(&self.pinned).replace(caller) != Some(caller)
+            && let Err(error) = cores::pin(core)
+        {
+            tracing::warn!(core, %error, "the thread that computes could not be pinned");
+        }
+    }
+
+    /// Wakes the workers and keeps them awake as long as the result lives.
+    pub(super) fn stay_awake(&self) -> Awake<'_> {
+        self.pin_caller();
+        self.shared.awake.store(true, Ordering::SeqCst);
+        if self.shared.sleeping.load(Ordering::SeqCst) > 0 {
+            self.shared.wake_sleepers();
+        }
+        Awake(&self.shared)
+    }
+}
+
+/// See [`Pool::stay_awake`].
+pub(super) struct Awake<'a>(&'a Shared);
+
+impl Drop for Awake<'_> {
+    fn drop(&mut self) {
+        self.0.awake.store(false, Ordering::SeqCst);
     }
 }
 
@@ -99,7 +166,7 @@ impl Parallel for Pool {
         let job = Job { tasks, body };
         // SAFETY: the last region is closed and empty, and `caller` keeps others from opening one.
         unsafe { *shared.job.get() = Some(job) };
-        shared.next.store(0, Ordering::Relaxed);
+        shared.next.0.store(0, Ordering::Relaxed);
         shared.open();
         let result = catch_unwind(AssertUnwindSafe(|| shared.take_tasks(job)));
         shared.close();
@@ -124,8 +191,8 @@ impl Drop for Pool {
 
 impl Shared {
     fn open(&self) {
-        let region = self.gate.load(Ordering::Relaxed) / REGION;
-        self.gate.store(region.wrapping_add(1).wrapping_mul(REGION), Ordering::SeqCst);
+        let region = self.gate.0.load(Ordering::Relaxed) / REGION;
+        self.gate.0.store(region.wrapping_add(1).wrapping_mul(REGION), Ordering::SeqCst);
         if self.sleeping.load(Ordering::SeqCst) > 0 {
             self.wake_sleepers();
         }
@@ -140,7 +207,7 @@ impl Shared {
 
     /// Lets nobody in any more and waits for those inside.
     fn close(&self) {
-        let mut gate = self.gate.fetch_or(CLOSED, Ordering::SeqCst);
+        let mut gate = self.gate.0.fetch_or(CLOSED, Ordering::SeqCst);
         let mut spins = 0u32;
         while gate & INSIDE > 0 {
             spins += 1;
@@ -150,13 +217,13 @@ impl Shared {
             } else {
                 std::hint::spin_loop();
             }
-            gate = self.gate.load(Ordering::Acquire);
+            gate = self.gate.0.load(Ordering::Acquire);
         }
     }
 
     fn take_tasks(&self, job: Job) {
         loop {
-            let task = self.next.fetch_add(1, Ordering::Relaxed);
+            let task = self.next.0.fetch_add(1, Ordering::Relaxed);
             if task >= job.tasks {
                 return;
             }
@@ -166,11 +233,11 @@ impl Shared {
     }
 
     fn work(&self) {
-        let mut seen = self.gate.load(Ordering::Acquire) / REGION;
+        let mut seen = self.gate.0.load(Ordering::Acquire) / REGION;
         while let Some(gate) = self.next_region(seen) {
             seen = gate / REGION;
             // The number of the region is part of the word, so this cannot let us into a later one.
-            if self.gate.compare_exchange(gate, gate + 1, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+            if self.gate.0.compare_exchange(gate, gate + 1, Ordering::SeqCst, Ordering::Relaxed).is_err() {
                 // Somebody else went in or the gate closed: look again at the same region.
                 seen = seen.wrapping_sub(1);
                 continue;
@@ -180,37 +247,57 @@ impl Shared {
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.take_tasks(job))) {
                 *lock(&self.panic) = Some(panic);
             }
-            self.gate.fetch_sub(1, Ordering::SeqCst);
+            self.gate.0.fetch_sub(1, Ordering::SeqCst);
         }
     }
 
     /// The gate of an open region other than `seen`; `None` when the pool ends.
     fn next_region(&self, seen: u64) -> Option<u64> {
-        let open = || {
-            let gate = self.gate.load(Ordering::SeqCst);
-            (gate & CLOSED == 0 && gate / REGION != seen).then_some(gate)
-        };
-        let stop = || self.stop.load(Ordering::SeqCst);
+        loop {
+            if let Some(gate) = self.spin(seen) {
+                return Some(gate);
+            }
+            let mut guard = lock(&self.sleep);
+            self.sleeping.fetch_add(1, Ordering::SeqCst);
+            while self.open_region(seen).is_none()
+                && !self.awake.load(Ordering::SeqCst)
+                && !self.stop.load(Ordering::SeqCst)
+            {
+                guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            }
+            self.sleeping.fetch_sub(1, Ordering::SeqCst);
+            if self.stop.load(Ordering::SeqCst) {
+                return None;
+            }
+        }
+    }
+
+    fn open_region(&self, seen: u64) -> Option<u64> {
+        let gate = self.gate.0.load(Ordering::SeqCst);
+        (gate & CLOSED == 0 && gate / REGION != seen).then_some(gate)
+    }
+
+    /// Waits for a region as long as a step is computed, and a moment longer.
+    fn spin(&self, seen: u64) -> Option<u64> {
         let start = Instant::now();
-        while start.elapsed() < SPIN {
+        let mut sleep_at = start + SPIN;
+        loop {
             for _ in 0..64 {
-                if let Some(gate) = open() {
+                if let Some(gate) = self.open_region(seen) {
                     return Some(gate);
                 }
                 std::hint::spin_loop();
             }
-        }
-        let mut guard = lock(&self.sleep);
-        self.sleeping.fetch_add(1, Ordering::SeqCst);
-        let found = loop {
-            match open() {
-                Some(gate) => break Some(gate),
-                None if stop() => break None,
-                None => guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner),
+            let now = Instant::now();
+            if self.awake.load(Ordering::SeqCst) {
+                sleep_at = now + SPIN;
+            } else if now >= sleep_at || self.stop.load(Ordering::SeqCst) {
+                return None;
             }
-        };
-        self.sleeping.fetch_sub(1, Ordering::SeqCst);
-        found
+            if now - start > POLITE {
+                std::thread::yield_now();
+            }
+        }
     }
 }
 
@@ -226,7 +313,7 @@ mod tests {
     #[test]
     fn every_task_runs_once() {
         for threads in [1, 2, 3, 8] {
-            let pool = Pool::new(threads).expect("threads start");
+            let pool = Pool::new(threads, false).expect("threads start");
             assert_eq!(pool.threads(), threads);
             for round in 0..2000 {
                 let tasks = round % 40;
@@ -243,8 +330,25 @@ mod tests {
     }
 
     #[test]
+    fn pinned_threads_have_a_core_each() {
+        let cores = cores::physical();
+        assert!(Pool::new(cores.len() + 1, true).is_err(), "more threads than cores");
+        let Ok(pool) = Pool::new(cores.len(), true) else {
+            assert!(cores.is_empty(), "where cores are known, threads can be pinned");
+            return;
+        };
+        // On a thread of its own, for it stays pinned.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _awake = pool.stay_awake();
+                assert_eq!(cores::physical(), cores[..1], "all that the caller may use");
+            });
+        });
+    }
+
+    #[test]
     fn regions_nest_on_one_thread() {
-        let pool = Pool::new(3).expect("threads start");
+        let pool = Pool::new(3, false).expect("threads start");
         let count = AtomicUsize::new(0);
         pool.run(8, &|_| {
             pool.run(5, &|_| {
@@ -256,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_leaves_the_pool_usable() {
-        let pool = Pool::new(4).expect("threads start");
+        let pool = Pool::new(4, false).expect("threads start");
         for _ in 0..50 {
             let result = catch_unwind(AssertUnwindSafe(|| pool.run(16, &|task| assert!(task != 7, "task seven"))));
             assert!(result.is_err());

@@ -253,7 +253,7 @@ impl SequenceState {
 fn window_rows(layer: &LayerState, at: usize) -> Option<Vec<f32>> {
     let first = at.saturating_sub(layer.window.capacity);
     let whole = first >= layer.window.first() && at <= layer.window.end();
-    whole.then(|| (first..at).flat_map(|position| layer.window.row(position).iter().copied()).collect())
+    whole.then(|| layer.window.rows(first..at).to_vec())
 }
 
 fn attach_lane(pool: &mut Pool, lane: Option<&Lane>, len: usize) -> Result<(), AttachError> {

@@ -3,8 +3,9 @@
 use troika_base::{Format, StoredTensor};
 
 use super::{GROUP, STRIP};
-use crate::CpuLevel;
+use crate::Ctx;
 use crate::formats::{Matrix, bf16_to_f32};
+use crate::parallel::for_each_row2;
 
 /// Which column of a group stands at each place. A lane of 32 bits holds the low nibbles of four bytes of fp4 codes, the
 /// even columns, or their high nibbles, the odd ones; everything else follows this order.
@@ -59,26 +60,26 @@ impl Int8Matrix {
     }
 
     /// Rounds a tensor of any float format to eight bits per output and group of 32 columns: a copy of 17/16 bytes per
-    /// number. A group that holds a number which is not finite becomes NaN.
+    /// number. A group that holds a number which is not finite becomes NaN. The result depends on `w` alone.
     ///
     /// # Panics
     ///
     /// If `w` is a table of integers.
-    pub fn pack(w: &StoredTensor) -> Self {
+    pub fn pack(ctx: Ctx, w: &StoredTensor) -> Self {
         let (rows, cols) = (w.rows(), w.cols());
         let (strips, groups) = (rows.div_ceil(STRIP), cols.div_ceil(GROUP));
         let mut codes = vec![[0; STRIP * GROUP]; strips * groups];
         let mut scales = vec![[0; STRIP]; strips * groups];
-        let (source, level) = (Matrix::stored(w), CpuLevel::best());
-        let mut row = vec![0.0; groups * GROUP];
-        for output in 0..rows {
-            source.decode(level, output, 0, &mut row[..cols]);
-            let (strip, lane) = (output / STRIP, output % STRIP);
-            for (g, x) in row.as_chunks::<GROUP>().0.iter().enumerate() {
-                let (codes, scales) = (&mut codes[strip * groups + g], &mut scales[strip * groups + g]);
-                scales[lane] = round_group(x, |place, code| codes[place / 4 * 32 + lane * 4 + place % 4] = code);
+        let source = Matrix::stored(w);
+        for_each_row2(ctx, &mut codes, groups, &mut scales, groups, |strip, codes, scales| {
+            let mut row = vec![0.0; groups * GROUP];
+            for (lane, output) in (strip * STRIP..rows.min((strip + 1) * STRIP)).enumerate() {
+                source.decode(ctx.level, output, 0, &mut row[..cols]);
+                for ((x, codes), scales) in row.as_chunks::<GROUP>().0.iter().zip(&mut *codes).zip(&mut *scales) {
+                    scales[lane] = round_group(x, |place, code| codes[place / 4 * 32 + lane * 4 + place % 4] = code);
+                }
             }
-        }
+        });
         Self { rows, cols, form: Form::Packed { codes, scales } }
     }
 
@@ -92,12 +93,10 @@ impl Int8Matrix {
         self.cols
     }
 
-    /// Bytes that were allocated for it.
-    pub fn packed_bytes(&self) -> u64 {
-        match &self.form {
-            Form::Fp4(_) => 0,
-            Form::Packed { codes, scales } => (size_of_val(&codes[..]) + size_of_val(&scales[..])) as u64,
-        }
+    /// Bytes that [`Self::pack`] allocates for `[rows, cols]` numbers.
+    pub fn packed_bytes(rows: usize, cols: usize) -> u64 {
+        let groups = rows.div_ceil(STRIP) * cols.div_ceil(GROUP);
+        (groups * (size_of::<[i8; STRIP * GROUP]>() + size_of::<[u16; STRIP]>())) as u64
     }
 
     /// The numbers that products use, `[rows, cols]`.

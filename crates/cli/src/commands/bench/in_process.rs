@@ -34,7 +34,7 @@ pub(crate) struct Args {
     /// Prompt tokens computed in one step.
     #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     chunk: u32,
-    /// Also show where the time goes: device time by kind of operation, from the ledger.
+    /// Also show where the time goes: device time by kind of operation, from the ledger, and the rest.
     #[arg(long)]
     profile: bool,
     /// Write the numbers as JSON to FILE, or to standard output with `-`.
@@ -55,7 +55,10 @@ struct Report {
     profile: Option<Vec<KindTime>>,
 }
 
-/// Device time of one kind of operation.
+/// What the time between nodes is called: submission, reports, choosing the token.
+const OUTSIDE: &str = "outside of nodes";
+
+/// Device time of one kind of operation, or the rest.
 #[derive(Debug, Serialize)]
 struct KindTime {
     kind: &'static str,
@@ -63,41 +66,56 @@ struct KindTime {
     decode_us_per_token: f64,
 }
 
-/// Device time by kind, microseconds, and the tokens it was spent on.
+/// Where the time of prefill or decode went.
 #[derive(Debug, Default)]
-struct Profile {
-    prefill: BTreeMap<Kind, u64>,
-    prefill_tokens: u64,
-    decode: BTreeMap<Kind, u64>,
-    decode_tokens: u64,
+struct Phase {
+    /// Device time by kind, nanoseconds.
+    nodes_ns: BTreeMap<Kind, u64>,
+    tokens: u64,
+    /// All of it, by the clock on the wall.
+    wall_s: f64,
 }
 
-impl Profile {
-    fn count(&mut self, forward: &Forward, tokens: usize, prefill: bool) {
-        let (times, total) = match prefill {
-            true => (&mut self.prefill, &mut self.prefill_tokens),
-            false => (&mut self.decode, &mut self.decode_tokens),
-        };
-        *total += tokens as u64;
+impl Phase {
+    fn count(&mut self, forward: &Forward, tokens: usize) {
+        self.tokens += tokens as u64;
         for (kind, _, entry) in forward.ledger.entries() {
-            *times.entry(kind).or_default() += entry.busy_us;
+            *self.nodes_ns.entry(kind).or_default() += entry.busy_ns;
         }
     }
 
+    fn us_per_token(&self, kind: Kind) -> f64 {
+        let ns = self.nodes_ns.get(&kind).copied().unwrap_or(0);
+        ns as f64 / 1e3 / self.tokens.max(1) as f64
+    }
+
+    fn outside_us_per_token(&self) -> f64 {
+        let nodes_ns: u64 = self.nodes_ns.values().sum();
+        (self.wall_s * 1e6 - nodes_ns as f64 / 1e3) / self.tokens.max(1) as f64
+    }
+}
+
+#[derive(Debug, Default)]
+struct Profile {
+    prefill: Phase,
+    decode: Phase,
+}
+
+impl Profile {
     fn rows(&self) -> Vec<KindTime> {
-        let per_token = |times: &BTreeMap<Kind, u64>, kind: &Kind, tokens: u64| {
-            times.get(kind).copied().unwrap_or(0) as f64 / tokens.max(1) as f64
-        };
-        let mut rows: Vec<KindTime> = self
-            .prefill
-            .keys()
-            .map(|kind| KindTime {
-                kind: kind.name(),
-                prefill_us_per_token: per_token(&self.prefill, kind, self.prefill_tokens),
-                decode_us_per_token: per_token(&self.decode, kind, self.decode_tokens),
-            })
-            .collect();
+        let Self { prefill, decode } = self;
+        let kinds = prefill.nodes_ns.keys().map(|kind| KindTime {
+            kind: kind.name(),
+            prefill_us_per_token: prefill.us_per_token(*kind),
+            decode_us_per_token: decode.us_per_token(*kind),
+        });
+        let mut rows: Vec<KindTime> = kinds.collect();
         rows.sort_by(|a, b| b.prefill_us_per_token.total_cmp(&a.prefill_us_per_token));
+        rows.push(KindTime {
+            kind: OUTSIDE,
+            prefill_us_per_token: prefill.outside_us_per_token(),
+            decode_us_per_token: decode.outside_us_per_token(),
+        });
         rows
     }
 }
@@ -178,8 +196,8 @@ fn measure(
     let mut step = |runner: &mut Runner, tokens: &[u32], last: bool, prefill: bool| -> Result<Option<u32>> {
         let logits = if last { WantLogits::Last(1) } else { WantLogits::No };
         let forward = runner.forward(&[Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }])?;
-        if let Some(profile) = &mut profile {
-            profile.count(&forward, tokens.len(), prefill);
+        if let Some(Profile { prefill: first, decode }) = profile.as_deref_mut() {
+            (if prefill { first } else { decode }).count(&forward, tokens.len());
         }
         let next = last.then(|| most_likely(&forward));
         runner.recycle(forward);
@@ -196,8 +214,13 @@ fn measure(
         next = step(runner, &[token], true, false)?;
     }
     let decode_s = prefilled.elapsed().as_secs_f64();
+    let prefill_s = prefilled.duration_since(start).as_secs_f64();
+    if let Some(profile) = profile {
+        profile.prefill.wall_s += prefill_s;
+        profile.decode.wall_s += decode_s;
+    }
     runner.drop_sequence(sequence);
-    Ok(Sample { prefill_s: prefilled.duration_since(start).as_secs_f64(), decode_s })
+    Ok(Sample { prefill_s, decode_s })
 }
 
 fn most_likely(forward: &Forward) -> u32 {
@@ -248,7 +271,7 @@ fn table(report: &Report) -> String {
     if let Some(profile) = &report.profile {
         let sum = |time: fn(&KindTime) -> f64| profile.iter().map(time).sum::<f64>().max(f64::MIN_POSITIVE);
         let (prefill, decode) = (sum(|t| t.prefill_us_per_token), sum(|t| t.decode_us_per_token));
-        text += &format!("\n{:<24}{:>26}{:>26}\n", "device time", "prefill us/token", "decode us/token");
+        text += &format!("\n{:<24}{:>26}{:>26}\n", "time", "prefill us/token", "decode us/token");
         let cell = |time: f64, sum: f64| format!("{time:.1} ({:.0} %)", time / sum * 100.0);
         for time in profile {
             let cells = (cell(time.prefill_us_per_token, prefill), cell(time.decode_us_per_token, decode));

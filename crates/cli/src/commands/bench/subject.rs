@@ -25,7 +25,7 @@ pub(super) fn open(model: Option<PathBuf>, class: NumericClass, corpus: Corpus) 
         let dir = dir.to_str().with_context(|| format!("{} is not UTF-8", dir.display()))?;
         args.extend(["--model".to_owned(), dir.to_owned()]);
     }
-    let open = ModelArgs { model, class: Some(class), threads: 0 }.open()?;
+    let open = ModelArgs::of(model, class).open()?;
     let [weights_sha256, tokenizer_sha256] = open.digests()?.map(|digest| hex(&digest));
     let class = class.name().to_owned();
     let facts = ModelFacts { name: open.name.clone(), args, weights_sha256, tokenizer_sha256, class };
