@@ -120,6 +120,9 @@ pub struct ArmRecord {
     /// Where the time of one prompt goes.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub profile: Option<Profile>,
+    /// One prefill step, node by node, computed in a process of its own after the rounds.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub step: Option<StepTimeline>,
     /// What the server's log warned of last.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub warning: Option<String>,
@@ -139,6 +142,27 @@ pub struct ProfileEntry {
     /// Kind of operation.
     pub kind: String,
     pub ms: f64,
+}
+
+/// When the nodes of one step ran.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepTimeline {
+    /// Tokens of the step, and the position of the first.
+    pub tokens: usize,
+    pub position: usize,
+    pub spans: Vec<StepSpan>,
+}
+
+/// One node. Times are microseconds since the step was submitted.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepSpan {
+    /// Number of the device; 0 is the primary one.
+    pub device: u16,
+    pub kind: String,
+    /// Absent for what belongs to no layer.
+    pub layer: Option<u16>,
+    pub start_us: f64,
+    pub end_us: f64,
 }
 
 /// How a length was chosen.

@@ -9,7 +9,7 @@ pub mod trace;
 use crate::arm::ArmName;
 use crate::evidence::Engagement;
 use crate::record::{ArmRecord, Cell, Experiment, Fit, Record};
-use crate::stats::{Difference, Interval, Verdict, median};
+use crate::stats::{Difference, Interval, Verdict, WANTED_HALF_WIDTH, median};
 
 /// Above this share, others may have disturbed a run.
 const DISTURBED: f64 = 0.10;
@@ -101,6 +101,14 @@ pub(crate) fn caveats(experiment: &Experiment, record: &Record) -> Vec<String> {
                 check.first_divergence.unwrap_or(0),
                 check.agreement * 100.0
             ));
+        }
+    }
+    for cell in &experiment.cells {
+        let gains = [cell.geometry_gain, cell.feature_gain];
+        let widest = gains.iter().flatten().map(|gain| gain.ratio.half_width()).fold(0.0, f64::max);
+        if widest > WANTED_HALF_WIDTH {
+            let (length, percent) = (length(cell), widest * 100.0);
+            caveats.push(format!("{length}: noisy; a difference below {percent:.0} % may have been missed."));
         }
     }
     for arm in &experiment.arms {

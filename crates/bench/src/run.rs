@@ -3,21 +3,22 @@
 //! Whatever stops it, what was measured so far is in the record, labelled. Nothing here decides what counts as a
 //! difference: see [`crate::stats`].
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
 use crate::BenchError;
-use crate::arm::{Arm, ArmName, Feature};
+use crate::arm::{Arm, ArmName, Feature, Geometry};
 use crate::client::{Answer, Ask};
 use crate::corpus::{Tokens, ids_digest};
 use crate::evidence::Evidence;
 use crate::host::{CpuTime, HostFacts, HostState};
 use crate::record::{
     ArmRecord, Cell, CellArm, Experiment, Host, Length, ModelFacts, Profile, ProfileEntry, Program, Record, Regime,
-    SCHEMA, Sample, Settings, TokenCheck, VERSION,
+    SCHEMA, Sample, Settings, StepTimeline, TokenCheck, VERSION,
 };
 use crate::server::{Launch, Server};
 use crate::stats::{Difference, interval, median};
@@ -161,6 +162,7 @@ impl<'a> UnderWay<'a> {
             load_s: Vec::new(),
             peak_memory_bytes: None,
             profile: None,
+            step: None,
             warning: None,
         };
         let cell = |arm: &Arm| CellArm {
@@ -214,6 +216,14 @@ impl<'a> UnderWay<'a> {
                 })?;
                 progress.done += 1;
             }
+        }
+        "a timeline of one step".clone_into(&mut progress.what);
+        tell(progress);
+        for arm in &mut self.arms {
+            if stop.load(Ordering::Relaxed) {
+                return Err(BenchError::Interrupted);
+            }
+            arm.step = timeline(&self.setup.program, &self.subject.facts, &arm.arm, self.setup.settings.geometry)?;
         }
         Ok(())
     }
@@ -509,6 +519,29 @@ fn engine_times(answer: &Answer) -> Result<EngineTimes, BenchError> {
             Err(BenchError::Http { path: "/v1/completions".to_owned(), why })
         }
     }
+}
+
+/// One step of an arm, node by node, from `bench in-process` with the same flags. Not part of any rate.
+fn timeline(
+    program: &Path,
+    model: &ModelFacts,
+    arm: &Arm,
+    geometry: Geometry,
+) -> Result<Option<StepTimeline>, BenchError> {
+    let width = if arm.name == ArmName::A { geometry.stock_step } else { geometry.plan_step };
+    let mut command = Command::new(program);
+    command.args(["bench", "in-process"]).args(&model.args).args(&arm.args);
+    command.args(["--rounds", "1", "--generate", "2", "--timeline", "--json", "-", "--prompt-lengths"]);
+    // Two steps: the first of a sequence has nothing to attend to.
+    let output = command.arg((2 * width).to_string()).stdin(Stdio::null()).output();
+    let output = output.map_err(|source| BenchError::Start { program: program.to_owned(), source })?;
+    if !output.status.success() {
+        let (args, log) = (arm.args.join(" "), String::from_utf8_lossy(&output.stderr).into_owned());
+        let why = format!("could not show a timeline: {}", output.status);
+        return Err(BenchError::Server { args, why, log });
+    }
+    let report: Value = serde_json::from_slice(&output.stdout).map_err(|e| BenchError::Record(e.to_string()))?;
+    serde_json::from_value(report["step"].clone()).map_err(|e| BenchError::Record(e.to_string()))
 }
 
 /// What the server says of how a request was served; `None` if it keeps no such record.

@@ -13,7 +13,7 @@ use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
 use troika_graph::{Acceptance, Scope, Segment, StepRows, WeightSource};
 use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
-use troika_runtime::{Executor, ExecutorError, FinishedStep, Ledger, Plan, Priority, Step, Template, Ticket};
+use troika_runtime::{Executor, ExecutorError, FinishedStep, Ledger, Plan, Priority, Span, Step, Template, Ticket};
 
 /// Settings of a [`Runner`].
 #[derive(Clone, Copy, Debug)]
@@ -112,6 +112,8 @@ pub struct Forward {
     run: StepRun,
     /// What it did.
     pub ledger: Ledger,
+    /// When each node ran; empty unless [`Runner::keep_spans`] asked for it.
+    pub spans: Vec<Span>,
     /// From submission to the last node.
     pub elapsed: Duration,
     vocab_size: usize,
@@ -392,6 +394,7 @@ impl Runner {
         let forward = Forward {
             run: finished.run,
             ledger: finished.ledger,
+            spans: finished.spans,
             elapsed: finished.elapsed,
             vocab_size: self.config().vocab_size,
             logit_rows: pending.logit_rows,
@@ -415,6 +418,11 @@ impl Runner {
         state.roll_back();
         self.uncommitted.remove(&sequence);
         Ok(())
+    }
+
+    /// From now on, steps say when each of their nodes ran, or no longer do.
+    pub fn keep_spans(&mut self, keep: bool) {
+        self.executor.keep_spans(keep);
     }
 
     /// Takes back the memory of a pass that nobody reads any more.

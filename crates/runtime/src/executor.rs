@@ -18,6 +18,7 @@ use troika_graph::{NodeId, StepGraph, StepRows};
 
 use crate::ledger::{Entry, Ledger};
 use crate::plan::{DeviceId, Plan};
+use crate::span::{self, Span};
 use crate::template::{NodePlace, Template};
 
 /// One forward pass to do.
@@ -41,6 +42,8 @@ pub struct FinishedStep {
     pub ticket: Ticket,
     pub run: StepRun,
     pub ledger: Ledger,
+    /// When each node ran; empty unless [`Executor::keep_spans`] asked for it.
+    pub spans: Vec<Span>,
     pub elapsed: Duration,
 }
 
@@ -78,6 +81,7 @@ struct InFlight {
     left: usize,
     /// Per counter of the template.
     entries: Vec<Entry>,
+    spans: Vec<Span>,
     start: Instant,
 }
 
@@ -99,6 +103,7 @@ pub struct Executor {
     /// Steps that ended because an earlier one of the same sequence failed, not yet reported.
     given_up: VecDeque<(StepId, String)>,
     totals: Ledger,
+    keeps_spans: bool,
 }
 
 impl Executor {
@@ -118,6 +123,7 @@ impl Executor {
             done: channel(),
             reported: None,
             given_up: VecDeque::new(),
+            keeps_spans: false,
             totals: Ledger::default(),
         }
     }
@@ -212,6 +218,11 @@ impl Executor {
         }
     }
 
+    /// From now on, steps say when each of their nodes ran, or no longer do.
+    pub fn keep_spans(&mut self, keep: bool) {
+        self.keeps_spans = keep;
+    }
+
     /// Takes back the memory of a finished step.
     pub fn recycle(&self, run: StepRun) {
         run.recycle(&self.buffers);
@@ -235,6 +246,7 @@ impl Executor {
             left: template.nodes.len(),
             entries: vec![Entry::default(); template.counters.len()],
             template,
+            spans: Vec::new(),
             start,
         }
     }
@@ -328,6 +340,10 @@ impl Executor {
         for (node, elapsed_ns) in nodes.iter().zip(&elapsed_ns) {
             step.complete(*node, *elapsed_ns);
         }
+        if self.keeps_spans {
+            let end_ns = step.start.elapsed().as_nanos() as u64;
+            step.spans.extend(span::before(&step.template, &nodes, &elapsed_ns, end_ns));
+        }
         if let Some(reason) = failure {
             let failed = step.template.place(nodes[elapsed_ns.len()]).counter;
             step.entries[failed].failed += 1;
@@ -398,7 +414,7 @@ impl InFlight {
                 }
             }
         };
-        FinishedStep { ticket: Ticket(id), run, ledger, elapsed }
+        FinishedStep { ticket: Ticket(id), run, ledger, spans: self.spans, elapsed }
     }
 }
 

@@ -5,10 +5,12 @@
 pub mod executor;
 pub mod ledger;
 pub mod plan;
+pub mod span;
 mod template;
 
 pub use executor::{Executor, ExecutorError, FinishedStep, Step, Ticket};
 pub use ledger::{Entry, Ledger};
 pub use plan::{DeviceId, Plan};
+pub use span::Span;
 pub use template::Template;
 pub use troika_device::Priority;

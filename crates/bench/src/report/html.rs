@@ -62,6 +62,7 @@ fn one(experiment: &Experiment, record: &Record, body: &mut String) -> Result<()
     let plots = [
         ("Rate by length of the prompt", plot::rates(experiment)?),
         ("Time of one prompt by operation and device", plot::profile(experiment)?),
+        ("One prefill step of each arm, device by device", plot::steps(experiment)?),
         ("One request of each arm, phase by phase", plot::timeline(experiment)?),
     ];
     for (heading, svg) in plots {

@@ -95,9 +95,7 @@ pub fn profile(experiment: &Experiment) -> Result<Option<String>, BenchError> {
         let name = |device: &str| format!("{}, device {device}", arm.arm.name.letter());
         bars.extend(devices.into_iter().map(|(device, kinds)| (name(device), kinds)));
     }
-    let mut kinds: Vec<(&str, f64)> = by_kind.into_iter().collect();
-    kinds.sort_by(|a, b| b.1.total_cmp(&a.1));
-    let kinds: Vec<&str> = kinds.into_iter().take(MAX_KINDS).map(|(kind, _)| kind).collect();
+    let kinds = longest_first(by_kind);
     let parts = bars.into_iter().map(|(name, times)| {
         let mut parts: Vec<Part> = Vec::new();
         let mut start = 0.0;
@@ -111,6 +109,38 @@ pub fn profile(experiment: &Experiment) -> Result<Option<String>, BenchError> {
         (name, parts)
     });
     rows(&parts.collect::<Vec<_>>(), "milliseconds of device time")
+}
+
+/// One prefill step of each arm: what ran when, device by device.
+///
+/// # Errors
+///
+/// If it cannot be drawn.
+pub fn steps(experiment: &Experiment) -> Result<Option<String>, BenchError> {
+    let mut by_kind: BTreeMap<&str, f64> = BTreeMap::new();
+    for span in experiment.arms.iter().flat_map(|arm| &arm.step).flat_map(|step| &step.spans) {
+        *by_kind.entry(&span.kind).or_default() += span.end_us - span.start_us;
+    }
+    let kinds = longest_first(by_kind);
+    let color = |kind: &str| kinds.iter().position(|other| *other == kind).unwrap_or(MAX_KINDS);
+    let mut bars: BTreeMap<(usize, u16), (String, Vec<Part>)> = BTreeMap::new();
+    for (place, arm) in experiment.arms.iter().enumerate() {
+        for span in arm.step.iter().flat_map(|step| &step.spans) {
+            let name = format!("{}, device {}", arm.arm.name.letter(), span.device);
+            let color = color(&span.kind);
+            let label = if color == MAX_KINDS { "others".to_owned() } else { span.kind.clone() };
+            let part = Part { label, color, start: span.start_us / 1e3, end: span.end_us / 1e3 };
+            bars.entry((place, span.device)).or_insert_with(|| (name, Vec::new())).1.push(part);
+        }
+    }
+    rows(&bars.into_values().collect::<Vec<_>>(), "milliseconds after the step was submitted")
+}
+
+/// The kinds that take longest, as many as have colours of their own.
+fn longest_first(by_kind: BTreeMap<&str, f64>) -> Vec<&str> {
+    let mut kinds: Vec<(&str, f64)> = by_kind.into_iter().collect();
+    kinds.sort_by(|a, b| b.1.total_cmp(&a.1));
+    kinds.into_iter().take(MAX_KINDS).map(|(kind, _)| kind).collect()
 }
 
 /// Phases of the median request of the longest prompt, by arm.

@@ -109,13 +109,18 @@ fn reports_are_written_and_compared() {
     }
     let read = |path: &str| std::fs::read_to_string(path).expect("written");
     let page = read(&html);
-    // Rates, profile, timeline; nothing from elsewhere.
-    assert_eq!(page.matches("<svg").count(), 3, "{page}");
+    // Rates, profile, a step, phases; nothing from elsewhere.
+    assert_eq!(page.matches("<svg").count(), 4, "{page}");
     assert!(!page.contains("src=") && !page.contains("<script"), "{page}");
     assert!(read(&markdown).contains("| 257 aligned |"));
     let events: Value = serde_json::from_str(&read(&trace)).expect("JSON");
-    let phases = events["traceEvents"].as_array().expect("events").iter().filter(|event| event["ph"] == "X");
-    assert_eq!(phases.count(), 8, "{events}");
+    let spans = |name: &str| {
+        let events = events["traceEvents"].as_array().expect("events").iter();
+        events.filter(|event| event["ph"] == "X" && event["name"] == name).count()
+    };
+    // Two arms, and in each a step with a shared expert in every layer.
+    assert_eq!((spans("prompt"), spans("answer")), (2, 2), "{events}");
+    assert!(spans("shared expert") >= 2 && spans("shared expert").is_multiple_of(2), "{events}");
     let compared = troika(&["bench", "compare", &json, &json, "--fail-if-slower"]).ok().stdout;
     assert!(compared.contains("no difference (") && compared.contains("The program is the same"), "{compared}");
     let other = scratch.write("other.json", br#"{"schema": "troika-bench", "version": 99}"#);
@@ -186,4 +191,25 @@ fn traffic_is_measured_and_kept_prefixes_are_counted() {
     assert_eq!(levels[0]["cached_tokens"], 0, "prompts that share nothing");
     // The second turn of each agent finds at least its own first turn, of which two blocks are whole.
     assert!(levels[2]["cached_tokens"].as_u64() >= Some(512), "{}", levels[2]);
+}
+
+/// On one device, nodes run one after the other.
+#[test]
+fn a_timeline_has_every_node_once_and_in_order() {
+    let scratch = Scratch::new();
+    let model = scratch.arg("model");
+    let few =
+        ["--prompt-lengths", "48", "--chunk", "16", "--generate", "2", "--rounds", "1", "--json", "-", "--timeline"];
+    let report = troika(&[&["bench", "in-process", "--model", &model][..], &few].concat()).ok().json();
+    let step = &report["step"];
+    assert_eq!((step["tokens"].as_u64(), step["position"].as_u64()), (Some(16), Some(32)));
+    let spans = step["spans"].as_array().expect("spans");
+    let time = |span: &Value, name: &str| span[name].as_f64().expect("a time");
+    assert!(spans.iter().all(|span| span["device"] == 0 && time(span, "start_us") <= time(span, "end_us")), "{step}");
+    assert!(spans.windows(2).all(|pair| time(&pair[0], "end_us") <= time(&pair[1], "start_us")), "{step}");
+    let layers = spans.iter().filter(|span| span["kind"] == "attention core").map(|span| span["layer"].as_u64());
+    let mut layers: Vec<_> = layers.collect();
+    assert!(layers.is_sorted(), "{layers:?}");
+    layers.dedup();
+    assert_eq!(layers, [Some(0), Some(1), Some(2)]);
 }

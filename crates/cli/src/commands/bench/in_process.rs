@@ -8,8 +8,9 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use troika_base::NumericClass;
+use troika_bench::record::{StepSpan, StepTimeline};
 use troika_engine::{Chunk, Forward, Runner, WantLogits};
-use troika_graph::{Acceptance, Kind};
+use troika_graph::{Acceptance, Kind, Scope};
 
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
@@ -37,6 +38,9 @@ pub(crate) struct Args {
     /// Also show where the time goes: device time by kind of operation, from the ledger, and the rest.
     #[arg(long)]
     profile: bool,
+    /// Also put into the JSON when each node of the last whole chunk of the longest prompt ran, and on which device.
+    #[arg(long, requires = "json")]
+    timeline: bool,
     /// Write the numbers as JSON to FILE, or to standard output with `-`.
     #[arg(long, value_name = "FILE|-")]
     json: Option<PathBuf>,
@@ -53,6 +57,8 @@ struct Report {
     results: Vec<Row>,
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<Vec<KindTime>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step: Option<StepTimeline>,
 }
 
 /// What the time between nodes is called: submission, reports, choosing the token.
@@ -164,6 +170,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     bar.finish_and_clear();
+    let step = match args.prompt_lengths.iter().max() {
+        Some(longest) if args.timeline => Some(timeline(&mut runner, *longest as usize, args.chunk as usize)?),
+        _ => None,
+    };
     let results = args.prompt_lengths.iter().zip(&samples);
     let report = Report {
         model: model.name,
@@ -174,6 +184,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         peak_memory_bytes: report::peak_memory_bytes(),
         results: results.map(|(length, samples)| row(class.name(), *length, args.generate, samples)).collect(),
         profile: args.profile.then(|| profile.rows()),
+        step,
     };
     match &args.json {
         Some(target) => report::write_json(target, &report)?,
@@ -189,9 +200,7 @@ fn measure(
     chunk: usize,
     mut profile: Option<&mut Profile>,
 ) -> Result<Sample> {
-    let vocab_size = runner.config().vocab_size;
-    // Any spread of ids will do; the same in every round.
-    let prompt: Vec<u32> = (0..prompt_tokens).map(|i| (i * 7919 % vocab_size) as u32).collect();
+    let prompt = prompt(runner, prompt_tokens);
     let sequence = runner.new_sequence();
     let mut step = |runner: &mut Runner, tokens: &[u32], last: bool, prefill: bool| -> Result<Option<u32>> {
         let logits = if last { WantLogits::Last(1) } else { WantLogits::No };
@@ -221,6 +230,38 @@ fn measure(
     }
     runner.drop_sequence(sequence);
     Ok(Sample { prefill_s, decode_s })
+}
+
+/// When the nodes of the last whole chunk of a prompt ran.
+fn timeline(runner: &mut Runner, prompt_tokens: usize, chunk: usize) -> Result<StepTimeline> {
+    let prompt = prompt(runner, prompt_tokens);
+    let sequence = runner.new_sequence();
+    let last = (prompt_tokens / chunk).saturating_sub(1);
+    let mut timeline = StepTimeline { tokens: 0, position: last * chunk, spans: Vec::new() };
+    for (index, tokens) in prompt.chunks(chunk).take(last + 1).enumerate() {
+        runner.keep_spans(index == last);
+        let asked = Chunk { sequence, tokens, logits: WantLogits::No, acceptance: Acceptance::Whole };
+        let forward = runner.forward(&[asked])?;
+        timeline.tokens = tokens.len();
+        let spans = forward.spans.iter().map(|span| StepSpan {
+            device: span.device.0,
+            kind: span.kind.name().to_owned(),
+            layer: if let Scope::Layer(layer) = span.scope { Some(layer) } else { None },
+            start_us: span.start_ns as f64 / 1e3,
+            end_us: span.end_ns as f64 / 1e3,
+        });
+        timeline.spans = spans.collect();
+        runner.recycle(forward);
+    }
+    runner.keep_spans(false);
+    runner.drop_sequence(sequence);
+    Ok(timeline)
+}
+
+/// Any spread of ids will do; the same in every round.
+fn prompt(runner: &Runner, tokens: usize) -> Vec<u32> {
+    let vocab_size = runner.config().vocab_size;
+    (0..tokens).map(|i| (i * 7919 % vocab_size) as u32).collect()
 }
 
 fn most_likely(forward: &Forward) -> u32 {

@@ -153,7 +153,9 @@ impl Defaults {
         let usual = Self { name: None, lengths: &[2048], generate: 128, max_rounds: 11, repeats: 3, tile: TILE };
         match preset {
             None => usual,
-            Some(Preset::Quick) => Self { name: Some("quick"), lengths: &[600, 1536], generate: 16, max_rounds: 5, repeats: 1, ..usual },
+            Some(Preset::Quick) => {
+                Self { name: Some("quick"), lengths: &[600, 1536], generate: 16, max_rounds: 7, ..usual }
+            }
             Some(Preset::Paper) => {
                 Self { name: Some("paper"), lengths: &[16_384, 32_768], repeats: 1, tile: 4096, ..usual }
             }
