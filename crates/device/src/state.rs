@@ -11,9 +11,11 @@ use troika_graph::Scope;
 use troika_kernels::RowList;
 
 mod blocks;
+mod packed;
 
 use blocks::Lane;
 pub use blocks::{AttachError, BlockRows, Boundary};
+pub use packed::Packing;
 
 /// What a layer keeps per sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,14 +73,15 @@ impl StateShape {
         floats.sum::<usize>() as u64 * 4
     }
 
-    /// Bytes of a boundary far from the start: windows and overlap lanes of the trunk.
-    pub fn boundary_bytes(&self) -> u64 {
+    /// Bytes of the file of a boundary far from the start: windows and overlap lanes of the trunk.
+    pub fn boundary_bytes(&self, packing: Packing) -> u64 {
         let trunk = self.layers.iter().filter(|(scope, _)| !matches!(scope, Scope::Stage(_)));
-        let floats = trunk.map(|(_, layer)| {
+        let bytes = trunk.map(|(_, layer)| {
             let pools = [layer.compressed, layer.index].into_iter().flatten().filter(|pool| pool.overlap);
-            layer.window * layer.head_dim + pools.map(|pool| 2 * pool.ratio * pool.dim).sum::<usize>()
+            let lanes = pools.map(|pool| 2 * pool.ratio * pool.dim * 4).sum::<usize>();
+            layer.window * packing.kv().bytes(layer.head_dim) + lanes
         });
-        floats.sum::<usize>() as u64 * 4
+        bytes.sum::<usize>() as u64
     }
 
     /// Bytes of the append-only rows of [`Self::block_tokens`] tokens.
@@ -209,6 +212,11 @@ impl Window {
     /// Position after the last row.
     pub fn end(&self) -> usize {
         self.first + self.rows.len() / self.dim
+    }
+
+    /// Rows that a token may see.
+    pub fn capacity(&self) -> usize {
+        self.capacity
     }
 
     /// Position of the first row kept.

@@ -8,7 +8,7 @@ use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
 use troika_base::{NumericClass, SequenceId};
 use troika_device::cpu::{CpuDevice, CpuOptions};
-use troika_device::state::{LayerShape, PoolShape, Snapshot};
+use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
 use troika_graph::{Acceptance, Scope, Segment, StepRows, WeightSource};
 use troika_model::config::LayerKind;
@@ -520,6 +520,13 @@ impl StepRunner for Runner {
 
     fn numeric_class(&self) -> String {
         self.options.class.to_string()
+    }
+
+    fn packing(&self) -> Packing {
+        match self.options.class {
+            NumericClass::Official => Packing::Official { rotary: self.config().qk_rope_head_dim },
+            NumericClass::Exact | NumericClass::Fast | NumericClass::FastFp8Exact => Packing::Floats,
+        }
     }
 
     fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {

@@ -1,6 +1,7 @@
 //! The `troika` command as a user meets it: real processes, real files, exit codes and messages.
 
 mod benchmark;
+mod clients;
 mod commands;
 mod diagnosis;
 mod serving;

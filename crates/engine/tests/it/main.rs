@@ -5,6 +5,7 @@ mod contract;
 mod disk;
 mod errors;
 mod golden;
+mod nano;
 mod sampling;
 mod serving;
 mod sim;
