@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use troika_base::{Format, SharedBytes, StoredTensor};
 use troika_kernels::int8::{self, Int8Matrix};
-use troika_kernels::{CpuLevel, Ctx, Serial, attend_row};
+use troika_kernels::{CpuLevel, Ctx, RowList, Serial, Visible, attend};
 
 /// The level whose counts are compared, whatever this machine has besides.
 const LEVEL: CpuLevel = CpuLevel::Avx2;
@@ -38,8 +38,8 @@ fn fp4_gemv() {
     let parts = [bytes(data, 0x5a), bytes(scales, 127), SharedBytes::empty()];
     let stored = StoredTensor::new(Format::Mxfp4, outputs, cols, parts).expect("the parts fit");
     let w = Int8Matrix::refer(&stored).expect("fp4 codes are integers");
-    let (x, mut out) = (numbers(cols), vec![0.0; outputs]);
-    counted(|| int8::matmul(Ctx { level: LEVEL, par: &Serial }, black_box(&x), &w, &mut out));
+    let (x, mut out) = (numbers(cols), vec![0.0f32; outputs]);
+    counted(|| int8::matmul(Ctx { level: LEVEL, par: &Serial }, black_box(&x), &mut [(&w, &mut out)]));
     assert!(out.iter().all(|y| y.is_finite()));
 }
 
@@ -47,8 +47,9 @@ fn fp4_gemv() {
 fn attention() {
     let (heads, dim, rows) = (16, 512, 256);
     let (q, keys, sink) = (numbers(heads * dim), numbers(rows * dim), numbers(heads));
-    let rows: Vec<&[f32]> = keys.chunks(dim).collect();
-    let (mut scratch, mut out) = (Vec::new(), vec![0.0; heads * dim]);
-    counted(|| attend_row(LEVEL, black_box(&q), heads, &rows, &sink, &mut scratch, &mut out));
+    let mut out = vec![0.0f32; heads * dim];
+    let visible = |_| Visible { near: &keys, far: RowList::new(dim, &[]), chosen: None };
+    let ctx = Ctx { level: LEVEL, par: &Serial };
+    counted(|| attend(ctx, dim, black_box(&q), &sink, visible, &mut out));
     assert!(out.iter().all(|y| y.is_finite()));
 }
