@@ -28,7 +28,7 @@ const CLOSED: u64 = 1 << 16;
 const REGION: u64 = 1 << 17;
 
 /// One caller and some workers.
-pub(super) struct Pool {
+pub(crate) struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     /// Held by the caller of a region. A region inside a region runs on its caller's thread alone.
@@ -69,7 +69,7 @@ unsafe impl Send for Shared {}
 
 impl Pool {
     /// A pool of `threads` threads, of which the caller is one; 0 = one per core.
-    pub(super) fn new(threads: usize) -> io::Result<Self> {
+    pub(crate) fn new(threads: usize) -> io::Result<Self> {
         let threads = if threads == 0 { std::thread::available_parallelism().map_or(1, usize::from) } else { threads };
         let shared = Arc::new(Shared {
             gate: Alone(AtomicU64::new(CLOSED)),
