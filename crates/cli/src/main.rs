@@ -2,6 +2,7 @@
 
 mod builtin;
 mod commands;
+mod hybrid;
 mod model_source;
 mod progress;
 mod report;

@@ -8,6 +8,8 @@ pub mod damage;
 pub mod golden;
 #[cfg(feature = "engine")]
 pub mod hash_model;
+#[cfg(feature = "engine")]
+pub mod npu;
 mod safetensors;
 #[cfg(feature = "engine")]
 pub mod scripted;

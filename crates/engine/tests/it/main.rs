@@ -4,6 +4,7 @@ mod cache;
 mod contract;
 mod disk;
 mod golden;
+mod hybrid;
 mod sampling;
 mod serving;
 mod sim;
