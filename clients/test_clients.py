@@ -10,9 +10,11 @@ import socket
 import time
 import unittest
 import urllib.parse
+import urllib.request
 
 import anthropic
 import openai
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 URL = os.environ["TROIKA_URL"]
 KEY = os.environ["TROIKA_KEY"]
@@ -24,6 +26,17 @@ MESSAGES = [{"role": "user", "content": "Write a function."}]
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string", "enum": ["a.rs", "b.rs"]}}, "required": ["path"]}
 SAMPLING = {"seed": 7, "temperature": 0.8}
 ROUNDS = int(os.environ.get("TROIKA_ROUNDS", "200"))
+
+
+def counted(usage):
+    """The counts of a usage, without the times and the id that differ from request to request."""
+    return usage.model_dump(exclude={"troika"})
+
+
+def get(path):
+    request = urllib.request.Request(URL + path, headers={"authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return reply.read().decode()
 
 
 class Chat(unittest.TestCase):
@@ -45,14 +58,14 @@ class Chat(unittest.TestCase):
                     name, arguments = calls.setdefault(call.index, ["", ""])
                     calls[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
         self.assertEqual(len(ids), 1)
-        return text, reasoning, list(calls.values()), finish, usage
+        return text, reasoning, list(calls.values()), finish, counted(usage)
 
     def whole(self, **more):
         reply = OPENAI.chat.completions.create(**{**self.common, **more})
         message = reply.choices[0].message
         calls = [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
         reasoning = getattr(message, "reasoning_content", None) or ""
-        return message.content or "", reasoning, calls, reply.choices[0].finish_reason, reply.usage
+        return message.content or "", reasoning, calls, reply.choices[0].finish_reason, counted(reply.usage)
 
     def test_streamed_equals_whole(self):
         for more in [{}, {"reasoning_effort": "low"}, {"stop": ["e"]}, {"logprobs": True, "top_logprobs": 2}]:
@@ -172,6 +185,49 @@ class Messages(unittest.TestCase):
             ANTHROPIC.messages.create(**{**self.common, "extra_body": {"nonsense": 1}})
         with self.assertRaises(anthropic.AuthenticationError):
             ANTHROPIC.with_options(api_key="wrong").messages.create(**self.common)
+
+
+class Diagnosis(unittest.TestCase):
+    """What is said beyond the APIs does not disturb their clients, and Prometheus' own parser reads the metrics."""
+
+    # Long enough for whole blocks, and ended by a stop string in one case.
+    messages = [{"role": "user", "content": f"{random.random()} " + "fn f(x: u32) -> u32 { x + 1 }\n" * 40}]
+    common = {"model": MODEL, "messages": messages, "max_tokens": 24}
+
+    def test_cached_tokens(self):
+        first = OPENAI.chat.completions.create(**self.common, temperature=0)
+        self.assertEqual(first.usage.prompt_tokens_details.cached_tokens, 0)
+        first_letter = first.choices[0].message.content[:1]
+        for stop in [None, first_letter]:
+            again = OPENAI.chat.completions.create(**self.common, temperature=0, stop=stop)
+            cached = again.usage.prompt_tokens_details.cached_tokens
+            self.assertGreaterEqual(cached, 128)
+            extension = again.usage.model_extra["troika"]
+            self.assertEqual((extension["cached_tokens"], extension["cached_tier"]), (cached, "ram"))
+            record = json.loads(get(f"/troika/requests/{extension['request_id']}"))
+            self.assertEqual((record["id"], record["prompt_tokens"]), (again.id, again.usage.prompt_tokens))
+        # The same prompt by another API is the same prefix.
+        message = ANTHROPIC.messages.create(**self.common)
+        self.assertGreaterEqual(message.usage.cache_read_input_tokens, 128)
+        total = message.usage.input_tokens + message.usage.cache_read_input_tokens
+        self.assertEqual(total, first.usage.prompt_tokens)
+
+    def test_metrics(self):
+        families = {family.name: family for family in text_string_to_metric_families(get("/metrics"))}
+        before = sum(sample.value for sample in families["troika_requests"].samples)
+        OPENAI.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4)
+        families = {family.name: family for family in text_string_to_metric_families(get("/metrics"))}
+        after = sum(sample.value for sample in families["troika_requests"].samples)
+        self.assertEqual(after - before, 1)
+        self.assertEqual(families["troika_time_to_first_token_seconds"].type, "histogram")
+        self.assertEqual(families["troika_cache_bytes"].type, "gauge")
+
+    def test_deadline(self):
+        with self.assertRaises(openai.APIStatusError) as caught:
+            OPENAI.with_options(max_retries=3).chat.completions.create(
+                **{**self.common, "max_tokens": 1000}, extra_body={"timeout": 0.01}
+            )
+        self.assertEqual((caught.exception.status_code, caught.exception.code), (408, "deadline_exceeded"))
 
 
 class Leaving(unittest.TestCase):

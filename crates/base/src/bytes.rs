@@ -4,16 +4,41 @@ use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
+/// Who keeps bytes that can be fetched again, such as a mapped file.
+pub trait BytesOwner: AsRef<[u8]> + Send + Sync {
+    /// The bytes of `range` will not be read soon: the owner may give their memory back. Reading them later must still give
+    /// the same bytes.
+    fn release(&self, range: Range<usize>);
+}
+
 /// A range of bytes and the owner that keeps them alive. Cloning copies two words and a counter.
 #[derive(Clone)]
 pub struct SharedBytes {
-    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    owner: Arc<dyn BytesOwner>,
     range: Range<usize>,
+}
+
+/// An owner that has the bytes nowhere else.
+struct Held<T>(T);
+
+impl<T: AsRef<[u8]>> AsRef<[u8]> for Held<T> {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_ref()
+    }
+}
+
+impl<T: AsRef<[u8]> + Send + Sync> BytesOwner for Held<T> {
+    fn release(&self, _: Range<usize>) {}
 }
 
 impl SharedBytes {
     /// All bytes of `owner`.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
+        Self::owned_by(Held(owner))
+    }
+
+    /// All bytes of an owner that can fetch them again.
+    pub fn owned_by(owner: impl BytesOwner + 'static) -> Self {
         let len = owner.as_ref().len();
         Self { owner: Arc::new(owner), range: 0..len }
     }
@@ -31,13 +56,18 @@ impl SharedBytes {
         let start = self.range.start + range.start;
         Some(Self { owner: Arc::clone(&self.owner), range: start..start + range.len() })
     }
+
+    /// Says that these bytes will not be read soon, so that an owner who can fetch them again may give their memory back.
+    pub fn release(&self) {
+        self.owner.release(self.range.clone());
+    }
 }
 
 impl Deref for SharedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &(*self.owner).as_ref()[self.range.clone()]
+        &self.owner.as_ref().as_ref()[self.range.clone()]
     }
 }
 
@@ -49,7 +79,31 @@ impl fmt::Debug for SharedBytes {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
+
     use super::*;
+
+    struct Noting(Vec<u8>, Arc<Mutex<Vec<Range<usize>>>>);
+
+    impl AsRef<[u8]> for Noting {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+
+    impl BytesOwner for Noting {
+        fn release(&self, range: Range<usize>) {
+            self.1.lock().expect("no panic").push(range);
+        }
+    }
+
+    #[test]
+    fn release_names_the_part_to_its_owner() {
+        let released = Arc::new(Mutex::new(Vec::new()));
+        let bytes = SharedBytes::owned_by(Noting(vec![7; 10], Arc::clone(&released)));
+        bytes.slice(2..8).and_then(|part| part.slice(1..3)).expect("inside").release();
+        assert_eq!(*released.lock().expect("no panic"), [3..5]);
+    }
 
     #[test]
     fn slices_stay_inside() {

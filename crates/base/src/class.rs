@@ -14,11 +14,13 @@ pub enum NumericClass {
     /// Activations rounded to 8 bits per token and group of 32 channels before integer products; fp4 weights as they
     /// are, fp8 weights rounded to 8 bits per output and group of 32. Everything else as [`Self::Exact`].
     Fast,
+    /// As [`Self::Fast`], but only products with fp4 weights are integer ones; no weight is rounded.
+    FastFp8Exact,
 }
 
 impl NumericClass {
     /// Every class, in the order shown to people.
-    pub const ALL: [Self; 3] = [Self::Exact, Self::Official, Self::Fast];
+    pub const ALL: [Self; 4] = [Self::Exact, Self::Official, Self::Fast, Self::FastFp8Exact];
 
     /// Its name on the command line, in reports and in cache keys.
     pub fn name(self) -> &'static str {
@@ -26,7 +28,13 @@ impl NumericClass {
             Self::Exact => "exact",
             Self::Official => "official",
             Self::Fast => "fast",
+            Self::FastFp8Exact => "fast-fp8-exact",
         }
+    }
+
+    /// Whether some products are integer ones, with activations rounded.
+    pub fn has_integer_products(self) -> bool {
+        matches!(self, Self::Fast | Self::FastFp8Exact)
     }
 }
 
@@ -40,9 +48,8 @@ impl FromStr for NumericClass {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL
-            .into_iter()
-            .find(|class| class.name() == text)
-            .ok_or_else(|| format!("unknown numeric class `{text}`: expected `exact`, `official` or `fast`"))
+        Self::ALL.into_iter().find(|class| class.name() == text).ok_or_else(|| {
+            format!("unknown numeric class `{text}`: expected `exact`, `official`, `fast` or `fast-fp8-exact`")
+        })
     }
 }

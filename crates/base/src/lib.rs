@@ -10,7 +10,7 @@ mod ids;
 pub mod storage;
 pub mod units;
 
-pub use bytes::SharedBytes;
+pub use bytes::{BytesOwner, SharedBytes};
 pub use class::NumericClass;
 pub use ids::{RequestId, SequenceId, StepId};
 pub use storage::{Format, StoredTensor};

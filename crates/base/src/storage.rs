@@ -219,6 +219,11 @@ impl StoredTensor {
         &self.biases
     }
 
+    /// Says that the bytes will not be read soon; see [`SharedBytes::release`].
+    pub fn release(&self) {
+        [&self.data, &self.scales, &self.biases].into_iter().for_each(SharedBytes::release);
+    }
+
     /// Bytes of all parts.
     pub fn num_bytes(&self) -> u64 {
         (self.data.len() + self.scales.len() + self.biases.len()) as u64

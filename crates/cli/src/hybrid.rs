@@ -30,7 +30,7 @@ pub(crate) struct HybridArgs {
     /// What engines do of a kind of projection, such as `wq_b=split:0.5,wo_b=whole`; others stay as they are by default.
     #[arg(long, value_delimiter = ',', value_name = "KIND=PLACEMENT,...")]
     place: Vec<PlaceSpec>,
-    /// Fail unless engines did everything that was planned for them.
+    /// Fail if engines cannot take part; `bench` also fails unless they did what was planned for them.
     #[arg(long)]
     require_engaged: bool,
 }
@@ -149,8 +149,18 @@ impl HybridArgs {
         Ok(Some(Wish { backend, options, cores: soft.cores * soft.instances }))
     }
 
+    /// Fails if engines must take part and cannot.
+    pub(crate) fn check_available(&self, state: &FeatureState) -> Result<()> {
+        match state {
+            FeatureState::Unavailable { reason } if self.require_engaged => {
+                bail!("hybrid: NOT ENGAGED: the engines are unavailable: {reason}")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Fails if engines had to run and did not.
-    pub(crate) fn check(&self, state: &FeatureState) -> Result<()> {
+    pub(crate) fn check_engaged(&self, state: &FeatureState) -> Result<()> {
         if self.require_engaged && *state != FeatureState::Engaged {
             bail!("hybrid: NOT ENGAGED: the engines are {state}");
         }

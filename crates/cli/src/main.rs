@@ -3,11 +3,13 @@
 mod builtin;
 mod commands;
 mod hybrid;
+mod memory;
 mod model_source;
 mod progress;
 mod report;
 mod size;
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -42,7 +44,14 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let filter = EnvFilter::try_from_env("TROIKA_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).init();
+    // Colours are for people; a file or a program gets plain text.
+    let is_terminal = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(is_terminal)
+        .with_target(false)
+        .init();
     let done = match cli.command {
         Command::Run(args) => commands::run::run(&args),
         Command::Serve(args) => commands::serve::run(&args),

@@ -21,8 +21,8 @@ pub(crate) struct ModelArgs {
     /// Folder of a checkpoint: config.json, safetensors files and tokenizer.json. Without it, the built-in model nano.
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
-    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `exact` (f32 throughout) or `official`
-    /// (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
+    /// Arithmetic: `fast` (activations rounded to 8 bits before integer products), `fast-fp8-exact` (the same for fp4
+    /// weights only), `exact` (f32 throughout) or `official` (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
     #[arg(long, value_name = "CLASS")]
     class: Option<NumericClass>,
     /// Worker threads; 0 = one per core.
@@ -35,6 +35,7 @@ pub(crate) struct OpenModel {
     /// What clients call it.
     pub(crate) name: String,
     pub(crate) config: ConfigFile,
+    checkpoint: Checkpoint,
     weights: WeightTable,
     facts: ModelFacts,
     files: Files,
@@ -56,11 +57,11 @@ impl ModelArgs {
                 let full = dir.canonicalize().ok();
                 let name = full.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
                 let model =
-                    OpenModel::new(name.unwrap_or_else(|| "model".to_owned()), &checkpoint, Files::Dir(dir.clone()));
+                    OpenModel::new(name.unwrap_or_else(|| "model".to_owned()), checkpoint, Files::Dir(dir.clone()));
                 spinner.finish_and_clear();
                 model
             }
-            None => OpenModel::new(builtin::NAME.to_owned(), &builtin::checkpoint()?, Files::BuiltIn),
+            None => OpenModel::new(builtin::NAME.to_owned(), builtin::checkpoint()?, Files::BuiltIn),
         }
     }
 
@@ -78,18 +79,18 @@ impl ModelArgs {
 }
 
 impl OpenModel {
-    fn new(name: String, checkpoint: &Checkpoint, files: Files) -> Result<Self> {
+    fn new(name: String, checkpoint: Checkpoint, files: Files) -> Result<Self> {
         let check = ScaleCheck::for_size(checkpoint.files().num_file_bytes());
         if check == ScaleCheck::Skip {
             tracing::info!(
                 "the checkpoint is too large to look at every scale; damaged ones would show as senseless text"
             );
         }
-        let weights = WeightTable::build(checkpoint, check)?;
+        let weights = WeightTable::build(&checkpoint, check)?;
         if let [first, rest @ ..] = weights.notes() {
             tracing::warn!("{first} ({} more such notes: see `troika inspect`)", rest.len());
         }
-        Ok(Self { name, config: checkpoint.config().clone(), facts: weights.facts(), weights, files })
+        Ok(Self { name, config: checkpoint.config().clone(), facts: weights.facts(), checkpoint, weights, files })
     }
 
     /// Loads the weights onto the devices.
@@ -115,7 +116,13 @@ impl OpenModel {
         let (config, facts) = (self.config.model.clone(), self.facts.clone());
         let runner = Runner::with_engines(config, facts, &self.weights, options, Some(engines))?;
         spinner.finish_and_clear();
+        hybrid.check_available(&runner.feature())?;
         Ok(runner)
+    }
+
+    /// Bytes of the weights' files.
+    pub(crate) fn weights_bytes(&self) -> u64 {
+        self.checkpoint.files().num_file_bytes()
     }
 
     pub(crate) fn tokenizer(&self) -> Result<Arc<Tokenizer>> {
@@ -128,17 +135,17 @@ impl OpenModel {
     /// Digests of weights and tokenizer, for the names of kept prefixes. Of a large checkpoint, every tensor's name, type,
     /// shape and some of its bytes are covered, not all of them: reading a hundred gigabytes would take minutes.
     pub(crate) fn digests(&self) -> Result<[Vec<u8>; 2]> {
-        let (checkpoint, config, tokenizer) = match &self.files {
+        let (config, tokenizer) = match &self.files {
             Files::Dir(dir) => {
                 let read = |name: &str| {
                     let path = dir.join(name);
                     std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))
                 };
-                (Checkpoint::open(dir, &map_file)?, read("config.json")?, read("tokenizer.json")?)
+                (read("config.json")?, read("tokenizer.json")?)
             }
-            Files::BuiltIn => (builtin::checkpoint()?, builtin::CONFIG.into(), builtin::TOKENIZER.to_vec()),
+            Files::BuiltIn => (builtin::CONFIG.into(), builtin::TOKENIZER.to_vec()),
         };
-        let files = checkpoint.files();
+        let files = self.checkpoint.files();
         let is_small = files.num_file_bytes() <= 256 << 20;
         let mut hasher = Sha256::new();
         hasher.update(config);

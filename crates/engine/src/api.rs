@@ -1,5 +1,6 @@
 //! What callers say to the engine and hear back. Token ids only: text, stop strings included, is the caller's.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use troika_base::RequestId;
@@ -72,7 +73,7 @@ pub struct Service {
     pub tenant: String,
     /// More urgent ones go first.
     pub urgency: Urgency,
-    /// A request that has not started so long after it came in is given up.
+    /// A request that is not done so long after it came in is given up.
     pub deadline: Option<Duration>,
 }
 
@@ -205,6 +206,10 @@ pub enum FinishReason {
     Length,
     /// The model's context is full.
     ContextFull,
+    /// The memory is, even for this request alone.
+    MemoryFull,
+    /// [`Service::deadline`] has passed.
+    DeadlinePassed,
     /// The caller cancelled, or its sink was gone.
     Cancelled,
     /// The engine is shutting down.
@@ -218,6 +223,8 @@ pub struct Usage {
     pub prompt_tokens: usize,
     /// Leading ones of them that need not be computed.
     pub cached_tokens: usize,
+    /// Those of the cached ones whose rows came from disk.
+    pub cached_tokens_from_disk: usize,
     /// Tokens delivered.
     pub completion_tokens: usize,
     /// From submission to the first step with a token of this request, microseconds.
@@ -231,10 +238,12 @@ pub struct Usage {
 /// What a request hears. After [`Event::Finished`] or [`Event::Failed`] nothing follows.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
-    /// So many prompt tokens are computed; sent after each prefill step.
+    /// So many prompt tokens are computed; sent after each step with some of them, and so before the first token.
     Prefilled {
         /// Prompt tokens whose KV exists.
         num_computed_tokens: usize,
+        /// Counts and times so far.
+        usage: Usage,
     },
     /// The next generated token.
     Token {
@@ -272,6 +281,11 @@ pub enum Delivery {
 pub trait EventSink: Send {
     /// Offers the next event.
     fn offer(&mut self, event: &Event) -> Delivery;
+
+    /// The request is through, and this is how it was served. Called once, after the last event.
+    fn ended(&mut self, record: &RequestRecord) {
+        let _ = record;
+    }
 }
 
 /// Why the engine refused a request.
@@ -291,6 +305,16 @@ pub enum SubmitError {
         prompt_tokens: usize,
         /// The engine's limit.
         max_context_tokens: usize,
+    },
+    /// The memory would not hold the prompt, even if nothing else ran.
+    #[error("the prompt of {prompt_tokens} tokens needs {need_bytes} bytes of memory; the limit leaves {limit_bytes}")]
+    NeverFits {
+        /// Tokens of the prompt.
+        prompt_tokens: usize,
+        /// Bytes of its state.
+        need_bytes: u64,
+        /// Bytes there are for state.
+        limit_bytes: u64,
     },
     /// Too many requests wait already.
     #[error("the queue is full: {queued} requests wait (limit {limit})")]
@@ -321,36 +345,97 @@ pub struct EngineStatus {
     pub completion_tokens_total: u64,
     /// Requests that ended, by any reason.
     pub requests_total: u64,
+    /// Those of them that were cancelled, or whose listener had gone.
+    pub cancelled_total: u64,
+    /// Those that ended with an error.
+    pub failed_total: u64,
+    /// Those whose deadline passed.
+    pub expired_total: u64,
+    /// Steps of prompt chunks.
+    pub prefill: StepTotals,
+    /// Steps of newest tokens.
+    pub decode: StepTotals,
+    /// Chunks that each rule has narrowed.
+    pub narrowed_total: BTreeMap<Rule, u64>,
+    /// The ledger: what devices were given and what they did.
+    pub nodes: Vec<NodeTotals>,
     /// How often a sequence gave its state back to others and was computed again.
     pub preemptions_total: u64,
     /// Bytes set aside for the state of running sequences.
     pub state_bytes_reserved: u64,
-    /// Most bytes that may be.
+    /// Most bytes that may be; `u64::MAX` = no limit.
     pub state_bytes_limit: u64,
+    /// Bytes that the state grows by with each block of tokens.
+    pub state_bytes_per_block: u64,
+    /// Bytes set aside for the values of the largest steps.
+    pub step_bytes: u64,
     /// Seconds after which a request that is refused now may be tried again.
     pub retry_after_s: u64,
     /// Prompt tokens that need not be computed, since the start.
     pub cached_tokens_total: u64,
+    /// Those of them whose rows came from disk.
+    pub cached_tokens_from_disk_total: u64,
     /// The prefix cache.
     pub cache: CacheStatus,
     /// Why the engine stopped, if it did.
     pub failure: Option<String>,
 }
 
-/// How one request was served, kept for a while after its end.
+/// Counts of one kind of step since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTotals {
+    /// Steps done.
+    pub steps: u64,
+    /// Their tokens.
+    pub tokens: u64,
+    /// From submission to the last node, all steps together, microseconds.
+    pub busy_us: u64,
+}
+
+/// Nodes of one kind on one device since the start.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeTotals {
+    /// Number of the device.
+    pub device: u16,
+    /// What the nodes compute.
+    pub kind: &'static str,
+    /// Nodes handed to the device.
+    pub submitted: u64,
+    /// Nodes it has done.
+    pub completed: u64,
+    /// Nodes it failed to do.
+    pub failed: u64,
+    /// Time on the device, microseconds.
+    pub busy_us: u64,
+}
+
+/// Where a prompt parted from everything that was kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Divergence {
+    /// Tokens in common; also the position of the first that differs.
+    pub position: usize,
+    /// The prompt's own token there.
+    pub token: u32,
+}
+
+/// How one request was served.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestRecord {
     /// Which.
     pub request: Option<RequestId>,
     /// Counts and times.
     pub usage: Usage,
-    /// Blocks of the cached prefix that came from disk; the others were in memory.
-    pub blocks_from_disk: usize,
-    /// The prompt has this many leading tokens, in whole blocks, in common with what was kept, and then parted from it.
-    pub diverged_after: Option<usize>,
+    /// How it ended; `None` if with [`Self::failure`], or without a word since its listener had gone.
+    pub finish: Option<FinishReason>,
+    /// The error it ended with.
+    pub failure: Option<String>,
+    /// Where the prompt parted from what memory held of others, if it did.
+    pub diverged: Option<Divergence>,
     /// Whole blocks of prompt and answer that were left to others, found ones included.
     pub stored_blocks: usize,
-    /// Why not all of them, if so.
+    /// Whole blocks that were not.
+    pub skipped_blocks: usize,
+    /// Why not, if so.
     pub skipped_because: Option<&'static str>,
     /// Chunks in which known tokens were computed, those of a preempted sequence twice; at most [`MAX_CHUNK_RECORDS`].
     pub chunks: Vec<ChunkRecord>,
@@ -376,8 +461,10 @@ pub struct CacheStatus {
     pub hits: u64,
     /// Blocks stored since the start.
     pub stored: u64,
-    /// Blocks and boundaries that could not be stored.
-    pub skipped: u64,
+    /// Blocks and boundaries not stored because the block before them was gone.
+    pub skipped_no_parent: u64,
+    /// Blocks and boundaries not stored because there was no room.
+    pub skipped_no_room: u64,
     /// Blocks that had to go.
     pub evicted: u64,
     /// Most bytes under the directory on disk; 0 = there is none.
@@ -413,10 +500,4 @@ pub trait Generator: Send + Sync {
 
     /// Load and totals now.
     fn status(&self) -> EngineStatus;
-
-    /// How a request was served, if it ended not too long ago.
-    fn record(&self, request: RequestId) -> Option<RequestRecord> {
-        let _ = request;
-        None
-    }
 }

@@ -5,7 +5,6 @@ pub(crate) mod disk;
 mod live;
 mod prefix;
 
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -18,9 +17,7 @@ use troika_scheduler::StateCost;
 
 use self::core::{Core, Submission};
 use self::disk::DiskTier;
-use crate::api::{
-    EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, RequestRecord, SubmitError,
-};
+use crate::api::{EngineStatus, EventSink, FinishReason, GenerateRequest, Generator, MAX_TOP_LOGPROBS, SubmitError};
 use crate::runner::Runner;
 
 /// How often a request whose listener has no room is offered its event again.
@@ -67,7 +64,6 @@ pub struct Engine {
     /// `None` once the engine is told to stop.
     commands: Mutex<Option<Sender<Command>>>,
     status: Arc<Mutex<EngineStatus>>,
-    records: Arc<Mutex<VecDeque<RequestRecord>>>,
     next_request: AtomicU64,
     options: EngineOptions,
     vocab_size: usize,
@@ -115,7 +111,6 @@ impl Engine {
         if let Some(disk) = disk {
             core.set_disk(disk);
         }
-        let records = core.records();
         let limits = core.scheduler().limits();
         tracing::info!(geometry = %limits.geometry, "steps");
         let (state_cost, block_tokens, state_bytes) = (limits.state_cost, limits.geometry.block, limits.state_bytes);
@@ -132,7 +127,6 @@ impl Engine {
         Ok(Self {
             commands: Mutex::new(Some(commands)),
             status,
-            records,
             next_request: AtomicU64::new(1),
             options,
             vocab_size,
@@ -157,6 +151,15 @@ impl Engine {
         {
             tracing::error!("the engine's thread ended with a panic");
         }
+    }
+
+    /// Tokens of the longest prompt that context and memory allow, even if nothing else runs; 0 = none.
+    pub fn max_prompt_tokens(&self) -> usize {
+        let StateCost { fixed_bytes, bytes_per_block } = self.state_cost;
+        let blocks = self.state_bytes.saturating_sub(fixed_bytes) / bytes_per_block.max(1);
+        let tokens = usize::try_from(blocks).unwrap_or(usize::MAX).saturating_mul(self.block_tokens);
+        // With room for a token of the answer.
+        tokens.min(self.options.max_context_tokens).saturating_sub(1)
     }
 
     /// Bytes a prompt needs and bytes there are, if it needs more.
@@ -236,12 +239,7 @@ impl Generator for Engine {
             return Err(SubmitError::QueueFull { queued: status.queued, limit: self.options.max_queued });
         }
         if let Some((need_bytes, limit_bytes)) = self.never_fits(request.prompt.len()) {
-            return Err(SubmitError::Invalid {
-                reason: format!(
-                    "a prompt of {} tokens needs {need_bytes} bytes of state; the limit is {limit_bytes}",
-                    request.prompt.len()
-                ),
-            });
+            return Err(SubmitError::NeverFits { prompt_tokens: request.prompt.len(), need_bytes, limit_bytes });
         }
         let id = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
         let submission = Box::new(Submission { id, request, sink, submitted_us: self.clock.now_us() });
@@ -261,10 +259,6 @@ impl Generator for Engine {
 
     fn status(&self) -> EngineStatus {
         lock(&self.status).clone()
-    }
-
-    fn record(&self, request: RequestId) -> Option<RequestRecord> {
-        lock(&self.records).iter().rev().find(|record| record.request == Some(request)).cloned()
     }
 }
 

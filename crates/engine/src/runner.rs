@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
-use troika_base::{NumericClass, SequenceId};
+use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::cpu::{CpuDevice, CpuOptions};
 use troika_device::npu::NpuBackend;
 use troika_device::state::{LayerShape, PoolShape, Snapshot};
@@ -169,9 +170,6 @@ pub struct Draft {
     /// The pass, for its taps and ledger.
     pub forward: Forward,
 }
-
-/// Most logit rows that a step's memory is reckoned with: prefill steps want none, decode steps one a sequence.
-const MAX_LOGIT_ROWS: usize = 16;
 
 /// Templates kept for reuse.
 const MAX_TEMPLATES: usize = 16;
@@ -577,16 +575,28 @@ impl StepRunner for Runner {
         }
     }
 
-    fn step_bytes(&self, rows: usize) -> u64 {
+    fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
         let signature = StepSignature {
             rows,
-            logit_rows: rows.min(MAX_LOGIT_ROWS),
+            logit_rows,
             select: true,
             class: self.options.class,
             draft_context: self.options.draft_context && self.facts().num_stages > 0,
             debug_blocks: None,
         };
         self.emitter.trunk(&signature).memory().peak_bytes()
+    }
+
+    fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
+        totals.clear();
+        totals.extend(self.totals().entries().map(|(kind, device, entry)| NodeTotals {
+            device: device.0,
+            kind: kind.name(),
+            submitted: entry.submitted,
+            completed: entry.completed,
+            failed: entry.failed,
+            busy_us: entry.busy_ns / 1000,
+        }));
     }
 
     fn new_sequence(&mut self) -> SequenceId {
@@ -632,6 +642,7 @@ fn start_executor(
     class: NumericClass,
     engines: Option<Engines<'_>>,
 ) -> (Executor, Vec<Record>) {
+    let pack = |tensor: &StoredTensor| primary.pack_channels(tensor);
     let primary: Arc<dyn Device> = Arc::clone(primary) as Arc<dyn Device>;
     let Some(Engines { backend, options, progress }) = engines else {
         return (Executor::new(vec![primary], Plan::primary()), Vec::new());
@@ -641,7 +652,7 @@ fn start_executor(
         StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks: None };
     let graph = emitter.trunk(&signature);
     let Prepared { devices, plan, records, resident_bytes, unavailable } =
-        prepare(&graph, weights, class, &backend, &options, progress);
+        prepare(&graph, weights, class, &backend, &options, &pack, progress);
     let engines = devices.into_iter().map(|device| device as Arc<dyn Device>);
     let (tile, digest, projections) = (plan.tile(), plan.digest().to_owned(), plan.projections().len());
     let mut executor = Executor::new(std::iter::once(primary).chain(engines).collect(), plan);

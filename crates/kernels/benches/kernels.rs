@@ -73,7 +73,7 @@ fn matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
 fn int8_matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
     let (k, n) = (1024, 2048);
     let stored = weight(format(name), n, k);
-    let w = Int8Matrix::refer(&stored).unwrap_or_else(|| Int8Matrix::pack(&stored));
+    let w = Int8Matrix::refer(&stored).unwrap_or_else(|| Int8Matrix::pack(Ctx::serial(), &stored));
     let x = numbers(T * k);
     let mut out = vec![0.0; T * n];
     bencher

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use troika_base::NumericClass;
+use troika_base::{NumericClass, StoredTensor};
 use troika_device::npu::{
     BankOptions, Banks, Body, ChannelWeights, Compiled, Limits, NpuBackend, NpuDevice, NpuError, Procedure,
     ProcedureId, Product, Program, load_banks,
@@ -187,13 +187,14 @@ struct Candidate {
     compiled: Vec<Arc<Compiled>>,
 }
 
-/// Carries the wish out as far as possible. `progress` hears of each stage how many of how many projections are done.
+/// Carries the wish out as far as possible. `pack` rounds a tensor to one scale per output channel; `progress` hears of each stage how many of how many projections are done.
 pub fn prepare(
     graph: &StepGraph,
     source: &dyn WeightSource,
     class: NumericClass,
     backend: &Arc<dyn NpuBackend>,
     options: &HybridOptions,
+    pack: &dyn Fn(&StoredTensor) -> ChannelWeights,
     progress: &mut dyn FnMut(Stage, usize, usize),
 ) -> Prepared {
     let limits = backend.limits().clone();
@@ -212,7 +213,7 @@ pub fn prepare(
             format!("tile: {tile} rows; {} takes multiples of {multiple} from {least} on", backend.name()),
         );
     }
-    let mut candidates = pack(graph, source, &records, &limits, options.tile, progress);
+    let mut candidates = pack_all(graph, source, &records, &limits, options.tile, pack, progress);
     compile(&mut candidates, &mut records, &**backend, progress);
     if candidates.is_empty() {
         let reason = records.iter().find_map(|record| record.left_out.clone());
@@ -264,12 +265,13 @@ pub fn prepare(
 }
 
 /// Packs the weights of every admitted projection, one after another.
-fn pack(
+fn pack_all(
     graph: &StepGraph,
     source: &dyn WeightSource,
     records: &[Record],
     limits: &Limits,
     tile: usize,
+    pack: &dyn Fn(&StoredTensor) -> ChannelWeights,
     progress: &mut dyn FnMut(Stage, usize, usize),
 ) -> Vec<Candidate> {
     let admitted: Vec<usize> = (0..records.len()).filter(|i| records[*i].effective_fraction > 0.0).collect();
@@ -282,7 +284,7 @@ fn pack(
         let packed: Vec<Arc<ChannelWeights>> = weights
             .iter()
             .map(|weight| source.tensor(weight.key).expect("the dry run has seen it"))
-            .map(|tensor| Arc::new(ChannelWeights::pack_channels(&tensor)))
+            .map(|tensor| Arc::new(pack(&tensor)))
             .collect();
         let mut procedure = |name: String, body: Body| {
             let id = ProcedureId(next_id);

@@ -70,7 +70,7 @@ pub struct NewSequence {
     /// Tokens known, at least one.
     pub tokens: usize,
     pub urgency: Urgency,
-    /// If it has not started by then, it is given up.
+    /// When it is given up, whether it has started or not.
     pub deadline_us: Option<u64>,
 }
 
@@ -211,7 +211,8 @@ impl Scheduler {
         if need_bytes > self.limits.state_bytes {
             return Err(Refusal::NeverFits { need_bytes, limit_bytes: self.limits.state_bytes });
         }
-        let queued = self.num_queued();
+        // Those that were preempted have been let in once, and take nobody's place.
+        let queued = self.sequences.values().filter(|entry| !entry.started && !entry.ended).count();
         if queued >= self.limits.max_queued {
             return Err(Refusal::QueueFull { queued, limit: self.limits.max_queued });
         }
@@ -240,11 +241,9 @@ impl Scheduler {
         self.pace.prefill_us(waiting as u64).div_ceil(1_000_000).clamp(1, 600)
     }
 
-    /// Sequences whose deadline passed before they started. The caller ends them.
+    /// Sequences whose deadline has passed. The caller ends them.
     pub fn expired(&self, now_us: u64) -> Vec<RequestId> {
-        let late = |e: &Entry| {
-            !e.ended && !e.admitted && !e.started && e.deadline_us.is_some_and(|deadline| now_us >= deadline)
-        };
+        let late = |e: &Entry| !e.ended && e.deadline_us.is_some_and(|deadline| now_us >= deadline);
         self.sequences.iter().filter(|(_, entry)| late(entry)).map(|(id, _)| *id).collect()
     }
 
@@ -326,8 +325,10 @@ impl Scheduler {
             let chunk = ChunkRecord { start: entry.computed, width: 1, narrowed_by: Vec::new() };
             plan.parts.push(Part { request: *id, chunk });
         }
-        if plan.parts.is_empty() && !self.in_flight.contains_key(&Lane::Prefill) {
+        if plan.parts.is_empty() {
             self.pace.idle();
+        } else if self.in_flight.contains_key(&Lane::Prefill) {
+            self.pace.decoding(self.rows_of_prefill());
         }
         plan
     }

@@ -2,11 +2,11 @@
 //!
 //! Keys are kept as digests only, so that nothing here can print one.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{convert::Infallible, fmt::Write, net::IpAddr, sync::Arc};
 
 use axum::{
-    extract::{Request, State},
-    http::{HeaderMap, HeaderValue, Method, StatusCode, header},
+    extract::{FromRequestParts, Request, State},
+    http::{HeaderMap, HeaderValue, Method, StatusCode, header, request::Parts},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -24,6 +24,20 @@ const PREFLIGHT_AGE_S: u32 = 600;
 pub struct Access {
     keys: Vec<KeyDigest>,
     origins: Vec<HeaderValue>,
+    is_shared: bool,
+}
+
+/// On whose behalf a request is computed. Prefixes of one tenant serve no other, and each sees its own requests only.
+/// Empty if there are no tenants.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tenant(pub(crate) String);
+
+impl<S: Sync> FromRequestParts<S> for Tenant {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Infallible> {
+        Ok(parts.extensions.get::<Self>().cloned().unwrap_or_default())
+    }
 }
 
 type KeyDigest = [u8; 32];
@@ -47,10 +61,24 @@ impl Access {
             let value = HeaderValue::from_str(origin).ok().filter(|_| is_origin);
             value.ok_or_else(|| AccessError::Origin { origin: origin.to_owned() })
         };
-        Ok(Self {
-            keys: keys.into_iter().map(digest).collect::<Result<_, _>>()?,
-            origins: cors_origins.into_iter().map(origin).collect::<Result<_, _>>()?,
-        })
+        let mut keys: Vec<KeyDigest> = keys.into_iter().map(digest).collect::<Result<_, _>>()?;
+        // A key that is given twice is still one.
+        keys.sort_unstable();
+        keys.dedup();
+        let origins = cors_origins.into_iter().map(origin).collect::<Result<_, _>>()?;
+        Ok(Self { keys, origins, is_shared: false })
+    }
+
+    /// Lets the holders of different keys use each other's kept prefixes, and see each other's requests.
+    #[must_use]
+    pub fn shared_between_keys(self) -> Self {
+        Self { is_shared: true, ..self }
+    }
+
+    /// Whether each key is a tenant of its own.
+    #[must_use]
+    pub fn isolates_keys(&self) -> bool {
+        self.keys.len() > 1 && !self.is_shared
     }
 
     /// Whether requests need a key.
@@ -59,15 +87,27 @@ impl Access {
         !self.keys.is_empty()
     }
 
-    fn allows_key(&self, headers: &HeaderMap) -> bool {
-        self.keys.is_empty() || given_keys(headers).any(|given| self.knows(given))
+    /// Who asks; `None` if they may not.
+    fn tenant(&self, headers: &HeaderMap) -> Option<Tenant> {
+        if self.keys.is_empty() {
+            return Some(Tenant::default());
+        }
+        let key = given_keys(headers).find_map(|given| self.find(given))?;
+        let name = || {
+            key.iter().fold(String::new(), |mut name, byte| {
+                let _ = write!(name, "{byte:02x}");
+                name
+            })
+        };
+        Some(if self.isolates_keys() { Tenant(name()) } else { Tenant::default() })
     }
 
     /// Takes as long for a wrong key as for a right one: all digests are compared, whole.
-    fn knows(&self, key: &[u8]) -> bool {
+    fn find(&self, key: &[u8]) -> Option<&KeyDigest> {
         let given = digest(key);
         let differs = |known: &KeyDigest| known.iter().zip(&given).fold(0, |bits, (a, b)| bits | (a ^ b));
-        self.keys.iter().fold(0, |found, known| found | u8::from(std::hint::black_box(differs(known)) == 0)) != 0
+        let found = self.keys.iter().map(|known| (std::hint::black_box(differs(known)) == 0).then_some(known));
+        found.fold(None, Option::or)
     }
 
     /// Without keys, a web page whose name was made to lead to this machine could use the server from a browser. Such a
@@ -120,7 +160,7 @@ fn given_keys(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
 }
 
 /// Lets a request pass, or answers it.
-pub(crate) async fn guard(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
+pub(crate) async fn guard(State(access): State<Arc<Access>>, mut request: Request, next: Next) -> Response {
     if !access.allows_host(request.headers()) {
         let host = request.headers().get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or_default();
         let message = format!(
@@ -133,7 +173,10 @@ pub(crate) async fn guard(State(access): State<Arc<Access>>, request: Request, n
     let origin = access.allowed_origin(request.headers()).cloned();
     let mut response = if let Some(preflight) = preflight(&request, origin.is_some()) {
         preflight
-    } else if OPEN_PATHS.contains(&request.uri().path()) || access.allows_key(request.headers()) {
+    } else if let Some(tenant) = access.tenant(request.headers()) {
+        request.extensions_mut().insert(tenant);
+        next.run(request).await
+    } else if OPEN_PATHS.contains(&request.uri().path()) {
         next.run(request).await
     } else {
         unauthorized()
@@ -177,13 +220,33 @@ mod tests {
     fn keys_are_never_shown() {
         let access = Access::new(["sk-secret-1", "sk-secret-2"], ["http://localhost:3000"]).unwrap();
         assert!(!format!("{access:?}").contains("secret"));
-        assert!(access.knows(b"sk-secret-2") && !access.knows(b"sk-secret-3") && !access.knows(b""));
+        let knows = |key: &[u8]| access.find(key).is_some();
+        assert!(knows(b"sk-secret-2") && !knows(b"sk-secret-3") && !knows(b""));
         for key in ["", "a b", "ключ", "a\n"] {
             let error = Access::new([key], []).unwrap_err();
             assert_eq!(error, AccessError::Key);
         }
         for origin in ["", "localhost", "*", "http://", "http://a/b"] {
             assert!(Access::new([], [origin]).is_err(), "{origin}");
+        }
+    }
+
+    #[test]
+    fn several_keys_are_tenants_of_their_own() {
+        let tenant = |access: &Access, key: &'static str| {
+            access.tenant(&HeaderMap::from_iter([(
+                header::HeaderName::from_static("x-api-key"),
+                HeaderValue::from_static(key),
+            )]))
+        };
+        let access = Access::new(["one", "two"], []).unwrap();
+        let (one, two) = (tenant(&access, "one").unwrap(), tenant(&access, "two").unwrap());
+        assert!(access.isolates_keys() && one != two && one.0.len() == 64 && one != Tenant::default());
+        assert_eq!(tenant(&access, "three"), None);
+        // The name of a tenant does not depend on who else there is.
+        assert_eq!(tenant(&Access::new(["two", "three", "one"], []).unwrap(), "one"), Some(one));
+        for access in [access.shared_between_keys(), Access::new(["one", "one"], []).unwrap()] {
+            assert_eq!((access.isolates_keys(), tenant(&access, "one")), (false, Some(Tenant::default())));
         }
     }
 

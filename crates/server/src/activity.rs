@@ -1,16 +1,36 @@
-//! The last requests and how long they took, for the status page. Says nothing of what was asked or answered.
+//! The last requests: how long they took, for the status page, and how each was served, by id. Says nothing of what was
+//! asked or answered, but for the one token at which a prompt parted from what was kept.
 
 use std::{
     collections::VecDeque,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use axum::{
+    Json,
+    extract::{Path, State},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
 use serde::Serialize;
+use serde_json::{Value, json};
+use troika_engine::api::{ChunkRecord, RequestRecord, Usage};
+use troika_prompt::Tokenizer;
+
+use crate::{
+    access::Tenant,
+    error::{ApiError, quote},
+    routes::App,
+};
 
 /// Requests that are remembered.
-const MAX_REMEMBERED: usize = 50;
+const MAX_REMEMBERED: usize = 512;
+/// Those that the status page shows.
+const MAX_SHOWN: usize = 50;
+/// What ids of answers begin with.
+const ID_PREFIXES: [&str; 4] = ["chatcmpl-", "cmpl-", "msg_", "resp_"];
 
-/// One request that has ended.
+/// One request.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Entry {
     pub(crate) id: String,
@@ -22,8 +42,14 @@ pub(crate) struct Entry {
     pub(crate) first_token_us: Option<u64>,
     /// From submission to the end.
     pub(crate) total_us: u64,
-    /// `stop`, `length`, `tool_calls`, `failed`, `refused` by the engine, or `left`: the client did.
-    pub(crate) ending: &'static str,
+    /// `stop`, `length`, `tool_calls`, `failed`, `expired`, `refused` by the engine, or `left`: the client did. `None`: it
+    /// has not ended.
+    pub(crate) ending: Option<&'static str>,
+    #[serde(skip)]
+    pub(crate) tenant: Tenant,
+    /// What the engine says of each choice that it is done with.
+    #[serde(skip)]
+    pub(crate) records: Vec<Option<RequestRecord>>,
 }
 
 /// The last requests, oldest first.
@@ -31,7 +57,8 @@ pub(crate) struct Entry {
 pub(crate) struct Activity(Mutex<VecDeque<Entry>>);
 
 impl Activity {
-    pub(crate) fn add(&self, entry: Entry) {
+    /// A request has come in.
+    pub(crate) fn begin(&self, entry: Entry) {
         let mut entries = self.lock();
         if entries.len() == MAX_REMEMBERED {
             entries.pop_front();
@@ -39,12 +66,109 @@ impl Activity {
         entries.push_back(entry);
     }
 
-    /// Newest first.
-    pub(crate) fn snapshot(&self) -> Vec<Entry> {
-        self.lock().iter().rev().cloned().collect()
+    /// Something is known of it; nothing happens if it is forgotten already.
+    pub(crate) fn update(&self, id: &str, change: impl FnOnce(&mut Entry)) {
+        if let Some(entry) = self.lock().iter_mut().rev().find(|entry| entry.id == id) {
+            change(entry);
+        }
+    }
+
+    /// Those of this tenant that have ended, newest first.
+    pub(crate) fn snapshot(&self, tenant: &Tenant) -> Vec<Entry> {
+        let entries = self.lock();
+        let ended = entries.iter().rev().filter(|entry| entry.ending.is_some() && entry.tenant == *tenant);
+        ended.take(MAX_SHOWN).cloned().collect()
+    }
+
+    /// The request of an id, with or without what the ids of its API begin with.
+    fn find(&self, id: &str, tenant: &Tenant) -> Option<Entry> {
+        let bare = |id: &str| ID_PREFIXES.iter().find_map(|prefix| id.strip_prefix(prefix)).unwrap_or(id).to_owned();
+        let asked = bare(id);
+        let entries = self.lock();
+        entries.iter().rev().find(|entry| bare(&entry.id) == asked && entry.tenant == *tenant).cloned()
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<Entry>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Where the cached tokens of a prompt came from: `disk` if any did.
+pub(crate) fn tier(usage: &Usage) -> Option<&'static str> {
+    match (usage.cached_tokens, usage.cached_tokens_from_disk) {
+        (0, _) => None,
+        (_, 0) => Some("ram"),
+        _ => Some("disk"),
+    }
+}
+
+pub(crate) fn millis(us: u64) -> f64 {
+    us as f64 / 1e3
+}
+
+/// `GET /troika/requests/ID`.
+pub(crate) async fn request(
+    State(app): State<Arc<App>>,
+    tenant: Tenant,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    let Some(entry) = app.activity.find(&id, &tenant) else {
+        let message = format!(
+            "No request `{}` is remembered here. The last {MAX_REMEMBERED} are, for the key that they came with.",
+            quote(&id)
+        );
+        return Err(ApiError::request(StatusCode::NOT_FOUND, "request_not_found", message));
+    };
+    let choices = entry.records.iter().map(|record| match record {
+        None => Value::Null,
+        Some(record) => describe(record, &app.state.tokenizer),
+    });
+    let is_over = entry.ending.is_some() && entry.records.iter().all(Option::is_some);
+    let body = json!({
+        "id": entry.id,
+        "state": if is_over { "ended" } else { "running" },
+        "route": entry.route,
+        "model": app.state.model_id,
+        "numeric_class": app.state.numeric_class,
+        "created": entry.started_unix_s,
+        "ending": entry.ending,
+        "prompt_tokens": entry.prompt_tokens,
+        "completion_tokens": entry.completion_tokens,
+        "first_token_ms": entry.first_token_us.map(millis),
+        "total_ms": entry.ending.map(|_| millis(entry.total_us)),
+        "choices": choices.collect::<Vec<_>>(),
+    });
+    Ok(([(header::CACHE_CONTROL, "no-store")], Json(body)).into_response())
+}
+
+fn describe(record: &RequestRecord, tokenizer: &Tokenizer) -> Value {
+    let usage = &record.usage;
+    let diverged = record.diverged.map(|at| {
+        let bytes = tokenizer.token_bytes(at.token).unwrap_or_default();
+        json!({"position": at.position, "token": at.token, "text": String::from_utf8_lossy(bytes)})
+    });
+    json!({
+        "failure": record.failure,
+        "cached_tokens": usage.cached_tokens,
+        "cached_tokens_from_disk": usage.cached_tokens_from_disk,
+        "cached_tier": tier(usage),
+        "diverged": diverged,
+        "stored_blocks": record.stored_blocks,
+        "skipped_blocks": record.skipped_blocks,
+        "skipped_because": record.skipped_because,
+        "preemptions": record.preemptions,
+        "chunks": record.chunks.iter().map(chunk).collect::<Vec<_>>(),
+        "completion_tokens": usage.completion_tokens,
+        "queue_ms": millis(usage.queue_us),
+        "prefill_ms": millis(usage.prefill_us),
+        "decode_ms": millis(usage.decode_us),
+    })
+}
+
+fn chunk(chunk: &ChunkRecord) -> Value {
+    let narrowed = chunk
+        .narrowed_by
+        .iter()
+        .map(|narrowing| json!({"rule": narrowing.rule.name(), "before": narrowing.before, "after": narrowing.after}));
+    json!({"start": chunk.start, "tokens": chunk.width, "narrowed_by": narrowed.collect::<Vec<_>>()})
 }

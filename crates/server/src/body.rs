@@ -21,6 +21,9 @@ use crate::{
 /// A body over the limit is read on up to this many times the limit, so that its sender comes to read our answer.
 const PATIENCE: usize = 4;
 
+/// Seconds after which there is likely to be room for a body.
+const RETRY_AFTER_S: u64 = 2;
+
 /// Bytes that request bodies may take together, while they arrive and until they are understood.
 #[derive(Clone)]
 pub(crate) struct BodyBudget(Arc<Semaphore>);
@@ -84,7 +87,8 @@ impl BodyBudget {
     fn take(&self, num_bytes: usize) -> Result<OwnedSemaphorePermit, ApiError> {
         let num_bytes = u32::try_from(num_bytes).unwrap_or(u32::MAX);
         Arc::clone(&self.0).try_acquire_many_owned(num_bytes).map_err(|_| {
-            ApiError::busy("bodies_full", "The server is reading as many bytes of requests as it can hold.")
+            let message = "The server is reading as many bytes of requests as it can hold.";
+            ApiError::busy("bodies_full", message, RETRY_AFTER_S)
         })
     }
 }

@@ -53,10 +53,11 @@ pub(crate) fn encode(
     };
     let max_new_tokens = asked.max_tokens.map_or(room, |max_tokens| max_tokens.min(room));
     let request = GenerateRequest {
-        stop_tokens: state.stop_tokens.clone(),
+        stop_tokens: if asked.ignore_eos { Vec::new() } else { state.stop_tokens.clone() },
         logit_bias: asked.logit_bias.clone(),
         logprobs: asked.logprobs,
         constraint: constraint(constraints, asked, opens)?,
+        service: asked.service.clone(),
         ..GenerateRequest::new(prompt, max_new_tokens, asked.sampling)
     };
     Ok(Encoded { request, reading, echo })

@@ -2,15 +2,16 @@
 
 use axum::{
     Json,
-    http::{StatusCode, header},
+    http::{HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde::Serialize;
+use troika_base::units::human_bytes;
 use troika_engine::api::SubmitError;
 use troika_prompt::PromptError;
 
-/// Seconds after which a client refused for load should try again.
-const RETRY_AFTER_S: u32 = 2;
+/// Of a request whose time is over.
+const TIMEOUT_KIND: &str = "timeout_error";
 /// Longest piece of a client's own words in a message.
 const MAX_QUOTE_LETTERS: usize = 64;
 
@@ -22,7 +23,9 @@ pub(crate) struct ApiError {
     code: Option<&'static str>,
     param: Option<String>,
     message: String,
-    retry_after_s: Option<u32>,
+    retry_after_s: Option<u64>,
+    /// Clients that try again by themselves should not.
+    is_final: bool,
 }
 
 /// The JSON around an error.
@@ -43,7 +46,7 @@ impl ApiError {
     /// The client's mistake.
     pub(crate) fn request(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
         let (kind, message) = ("invalid_request_error", message.into());
-        Self { status, kind, code: Some(code), param: None, message, retry_after_s: None }
+        Self { status, kind, code: Some(code), param: None, message, retry_after_s: None, is_final: false }
     }
 
     /// A parameter with a value that it cannot have.
@@ -76,10 +79,46 @@ impl ApiError {
         Self { kind: "authentication_error", ..error }
     }
 
-    /// Too much is going on; the client should come again.
-    pub(crate) fn busy(code: &'static str, message: impl Into<String>) -> Self {
+    /// Too much is going on; the client should come again after so many seconds.
+    pub(crate) fn busy(code: &'static str, message: impl Into<String>, retry_after_s: u64) -> Self {
         let error = Self::request(StatusCode::TOO_MANY_REQUESTS, code, message);
-        Self { kind: "rate_limit_error", retry_after_s: Some(RETRY_AFTER_S), ..error }
+        Self { kind: "rate_limit_error", retry_after_s: Some(retry_after_s), ..error }
+    }
+
+    /// The time that the client gave its request is over. Whoever wants to try again should give it more.
+    pub(crate) fn deadline_exceeded() -> Self {
+        let message = "The request was not done within its `timeout`.";
+        // The status that OpenAI's own servers give when a request of the tier `flex` takes too long.
+        let error = Self::request(StatusCode::REQUEST_TIMEOUT, "deadline_exceeded", message);
+        Self { kind: TIMEOUT_KIND, is_final: true, ..error }
+    }
+
+    pub(crate) fn is_deadline(&self) -> bool {
+        self.kind == TIMEOUT_KIND
+    }
+
+    /// Why the engine does not take a request; `retry_after_s` is when a full queue may have room.
+    pub(crate) fn refused(error: SubmitError, retry_after_s: u64) -> Self {
+        match error {
+            SubmitError::Invalid { reason } => Self::request(StatusCode::BAD_REQUEST, "invalid_value", reason),
+            SubmitError::TooLong { prompt_tokens, max_context_tokens } => {
+                Self::prompt_too_long(prompt_tokens, max_context_tokens)
+            }
+            SubmitError::NeverFits { prompt_tokens, need_bytes, limit_bytes } => {
+                let message = format!(
+                    "The prompt of {prompt_tokens} tokens needs {} of memory for its state; {} are there for it. Shorten \
+                     it, or start the server with a larger --memory-limit.",
+                    human_bytes(need_bytes),
+                    human_bytes(limit_bytes)
+                );
+                Self::request(StatusCode::BAD_REQUEST, "memory_limit_exceeded", message)
+            }
+            SubmitError::QueueFull { .. } => Self::busy("queue_full", error.to_string(), retry_after_s),
+            SubmitError::Stopped { .. } => {
+                Self::server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", error.to_string())
+            }
+            other => Self::server(StatusCode::INTERNAL_SERVER_ERROR, "engine_error", other.to_string()),
+        }
     }
 
     pub(crate) fn shutting_down() -> Self {
@@ -108,6 +147,7 @@ impl ApiError {
     /// The JSON around this error for Anthropic's clients. They know no code and no parameter, so the message has to do.
     pub(crate) fn anthropic_body(&self) -> serde_json::Value {
         let kind = match self.status.as_u16() {
+            _ if self.is_deadline() => self.kind,
             401 => "authentication_error",
             403 => "permission_error",
             404 => "not_found_error",
@@ -141,25 +181,13 @@ impl IntoResponse for ApiError {
         if let Some(seconds) = self.retry_after_s {
             response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
         }
+        if self.is_final {
+            // The header that OpenAI's and Anthropic's clients look for.
+            response.headers_mut().insert("x-should-retry", HeaderValue::from_static("false"));
+        }
         // For whoever puts it in another API's shape.
         response.extensions_mut().insert(self);
         response
-    }
-}
-
-impl From<SubmitError> for ApiError {
-    fn from(error: SubmitError) -> Self {
-        match error {
-            SubmitError::Invalid { reason } => Self::request(StatusCode::BAD_REQUEST, "invalid_value", reason),
-            SubmitError::TooLong { prompt_tokens, max_context_tokens } => {
-                Self::prompt_too_long(prompt_tokens, max_context_tokens)
-            }
-            SubmitError::QueueFull { .. } => Self::busy("queue_full", error.to_string()),
-            SubmitError::Stopped { .. } => {
-                Self::server(StatusCode::SERVICE_UNAVAILABLE, "engine_stopped", error.to_string())
-            }
-            other => Self::server(StatusCode::INTERNAL_SERVER_ERROR, "engine_error", other.to_string()),
-        }
     }
 }
 

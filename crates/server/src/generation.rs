@@ -2,22 +2,26 @@
 
 use std::{
     collections::VecDeque,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use axum::http::StatusCode;
 use tokio::sync::{mpsc, watch};
 use troika_base::RequestId;
-use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Logprobs};
+use troika_engine::api::{
+    Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Logprobs, RequestRecord, Usage as Served,
+};
 use troika_prompt::{OutputEvent, StopMatcher, Tokenizer};
 
 use crate::{
-    ServerState,
-    activity::{Activity, Entry},
+    access::Tenant,
+    activity::{Activity, Entry, tier},
     connections::Phase,
     error::ApiError,
+    metrics::Metrics,
     reader::{Reader, Reading},
+    routes::App,
 };
 
 /// What a generation says next, of one of its choices.
@@ -76,11 +80,11 @@ pub(crate) struct TokenChance {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) prompt: usize,
-    /// Prompt tokens that did not have to be computed, as far as the engine has said so.
-    pub(crate) cached: usize,
     pub(crate) completion: usize,
     /// Those of `completion` that were reasoning.
     pub(crate) reasoning: usize,
+    /// What the engine says: cached tokens and times. Of several choices the most of each.
+    pub(crate) served: Served,
 }
 
 /// What to generate.
@@ -96,6 +100,7 @@ pub(crate) struct Job {
     pub(crate) echo: String,
     pub(crate) id: String,
     pub(crate) route: &'static str,
+    pub(crate) tenant: Tenant,
 }
 
 /// A running generation. Dropping it cancels it.
@@ -103,14 +108,14 @@ pub(crate) struct Generation {
     generator: Arc<dyn Generator>,
     tokenizer: Arc<Tokenizer>,
     activity: Arc<Activity>,
+    metrics: Arc<Metrics>,
     events: mpsc::Receiver<(usize, Event)>,
     phase: watch::Receiver<Phase>,
     choices: Vec<Choice>,
     ready: VecDeque<(usize, Piece)>,
     prompt_tokens: usize,
-    id: String,
+    id: Arc<str>,
     route: &'static str,
-    started_unix_s: u64,
     started: Instant,
     first_token: Option<Duration>,
     ending: &'static str,
@@ -122,8 +127,7 @@ struct Choice {
     reader: Reader,
     stop_texts: Arc<[String]>,
     stops: StopMatcher,
-    /// Known once the engine has ended the answer; an answer that a stop string ends is not waited for.
-    cached_tokens: usize,
+    progress: Arc<Mutex<Progress>>,
     completion_tokens: usize,
     reasoning_tokens: usize,
     /// Of tokens whose text has not come out yet.
@@ -135,27 +139,59 @@ struct Choice {
     is_over: bool,
 }
 
+/// What the engine's thread has said of a choice.
+struct Progress {
+    submitted: Instant,
+    served: Served,
+    /// The engine has ended the answer and knows all times itself.
+    is_final: bool,
+    first_token: Option<Instant>,
+    last_token: Option<Instant>,
+    /// How the answer ended, if we ended it and cancelled the rest.
+    ending: Option<&'static str>,
+}
+
+impl Progress {
+    /// Counts and times so far. The engine's own once it has ended the answer.
+    fn served(&self) -> Served {
+        let Some((first, last)) = self.first_token.zip(self.last_token).filter(|_| !self.is_final) else {
+            return self.served;
+        };
+        let waited = micros(first - self.submitted);
+        let prefill_us = waited.saturating_sub(self.served.queue_us);
+        Served { prefill_us, decode_us: micros(last - first), ..self.served }
+    }
+}
+
 impl Generation {
     /// Queues the request at the engine, once for each choice.
-    pub(crate) fn start(
-        state: &ServerState,
-        activity: Arc<Activity>,
-        phase: watch::Receiver<Phase>,
-        job: Job,
-    ) -> Result<Self, ApiError> {
+    pub(crate) fn start(app: &App, phase: watch::Receiver<Phase>, job: Job) -> Result<Self, ApiError> {
+        let (state, id) = (&app.state, Arc::from(job.id));
+        app.activity.begin(Entry {
+            id: String::from(&*id),
+            route: job.route,
+            started_unix_s: crate::unix_time_s(),
+            prompt_tokens: job.request.prompt.len(),
+            completion_tokens: 0,
+            first_token_us: None,
+            total_us: 0,
+            ending: None,
+            tenant: job.tenant.clone(),
+            records: vec![None; job.num_choices],
+        });
         let (sender, events) = mpsc::channel(state.limits.max_waiting_tokens.max(1));
         let mut generation = Self {
             generator: Arc::clone(&state.generator),
             tokenizer: Arc::clone(&state.tokenizer),
-            activity,
+            activity: Arc::clone(&app.activity),
+            metrics: Arc::clone(&app.metrics),
             events,
             phase,
             choices: Vec::with_capacity(job.num_choices),
             ready: VecDeque::new(),
             prompt_tokens: job.request.prompt.len(),
-            id: job.id,
+            id,
             route: job.route,
-            started_unix_s: crate::unix_time_s(),
             started: Instant::now(),
             first_token: None,
             ending: "left",
@@ -164,17 +200,38 @@ impl Generation {
         for choice in 0..job.num_choices {
             let mut request = job.request.clone();
             request.sampling.seed = request.sampling.seed.wrapping_add(choice as u64);
-            let (sender, unread_timeout) = (sender.clone(), state.limits.unread_timeout);
-            let sink = Sink { choice, sender, full_since: None, unread_timeout };
+            request.service.tenant.clone_from(&job.tenant.0);
+            let progress = Arc::new(Mutex::new(Progress {
+                submitted: Instant::now(),
+                served: Served { prompt_tokens: request.prompt.len(), ..Served::default() },
+                is_final: false,
+                first_token: None,
+                last_token: None,
+                ending: None,
+            }));
+            let sink = Sink {
+                choice,
+                id: Arc::clone(&generation.id),
+                route: job.route,
+                sender: sender.clone(),
+                progress: Arc::clone(&progress),
+                activity: Arc::clone(&app.activity),
+                metrics: Arc::clone(&app.metrics),
+                full_since: None,
+                unread_timeout: state.limits.unread_timeout,
+                has_started: false,
+            };
             // If this fails, dropping the generation cancels the choices before.
-            let request =
-                state.generator.submit(request, Box::new(sink)).inspect_err(|_| generation.ending = "refused")?;
+            let request = state.generator.submit(request, Box::new(sink)).map_err(|error| {
+                generation.ending = "refused";
+                ApiError::refused(error, state.generator.status().retry_after_s)
+            })?;
             generation.choices.push(Choice {
                 request,
                 reader: Reader::new(job.reading, &state.tokenizer),
                 stops: StopMatcher::new(&stop_texts),
                 stop_texts: Arc::clone(&stop_texts),
-                cached_tokens: 0,
+                progress,
                 completion_tokens: 0,
                 reasoning_tokens: 0,
                 logprobs: Vec::new(),
@@ -192,9 +249,18 @@ impl Generation {
 
     /// Tokens so far; those of a stop string are included.
     pub(crate) fn usage(&self) -> Usage {
+        let served = self.choices.iter().map(|choice| lock(&choice.progress).served());
+        let most = |a: Served, b: Served| Served {
+            cached_tokens: a.cached_tokens.max(b.cached_tokens),
+            cached_tokens_from_disk: a.cached_tokens_from_disk.max(b.cached_tokens_from_disk),
+            queue_us: a.queue_us.max(b.queue_us),
+            prefill_us: a.prefill_us.max(b.prefill_us),
+            decode_us: a.decode_us.max(b.decode_us),
+            ..a
+        };
         Usage {
             prompt: self.prompt_tokens,
-            cached: self.choices.iter().map(|choice| choice.cached_tokens).max().unwrap_or(0),
+            served: served.reduce(most).unwrap_or_default(),
             completion: self.choices.iter().map(|choice| choice.completion_tokens).sum(),
             reasoning: self.choices.iter().map(|choice| choice.reasoning_tokens).sum(),
         }
@@ -210,6 +276,7 @@ impl Generation {
         let next = self.wait().await;
         match &next {
             Ok(Some((_, Piece::End(ending)))) => self.ending = ending.name(),
+            Err(error) if error.is_deadline() => self.ending = "expired",
             Err(_) => self.ending = "failed",
             Ok(_) => {}
         }
@@ -249,12 +316,17 @@ impl Generation {
                 let logprobs = logprobs.map(|logprobs| spell(&self.tokenizer, token, &logprobs));
                 choice.token(token, logprobs, &mut out);
                 if choice.is_over {
+                    if let Some(Piece::End(ending)) = out.last() {
+                        lock(&choice.progress).ending = Some(ending.name());
+                    }
                     self.generator.cancel(choice.request);
                 }
             }
             Event::Finished { reason, usage } => {
                 choice.is_over = true;
-                choice.cached_tokens = usage.cached_tokens;
+                let mut progress = lock(&choice.progress);
+                (progress.served, progress.is_final) = (usage, true);
+                drop(progress);
                 choice.finish(reason, &mut out)?;
             }
             Event::Failed { message } => {
@@ -283,7 +355,8 @@ impl Choice {
     fn finish(&mut self, reason: FinishReason, out: &mut Vec<Piece>) -> Result<(), ApiError> {
         let ending = match reason {
             FinishReason::StopToken(_) | FinishReason::ConstraintComplete => Ending::Stop,
-            FinishReason::Length | FinishReason::ContextFull => Ending::Length,
+            FinishReason::Length | FinishReason::ContextFull | FinishReason::MemoryFull => Ending::Length,
+            FinishReason::DeadlinePassed => return Err(ApiError::deadline_exceeded()),
             FinishReason::Shutdown => return Err(ApiError::shutting_down()),
             FinishReason::Cancelled => return Err(failed("cancelled", "The generation was cancelled.")),
         };
@@ -367,23 +440,12 @@ impl Drop for Generation {
             self.generator.cancel(choice.request);
         }
         let (usage, elapsed) = (self.usage(), self.started.elapsed());
-        tracing::debug!(
-            request_id = self.id,
-            prompt_tokens = usage.prompt,
-            completion_tokens = usage.completion,
-            elapsed_us = micros(elapsed),
-            ending = self.ending,
-            "request ended"
-        );
-        self.activity.add(Entry {
-            id: std::mem::take(&mut self.id),
-            route: self.route,
-            started_unix_s: self.started_unix_s,
-            prompt_tokens: usage.prompt,
-            completion_tokens: usage.completion,
-            first_token_us: self.first_token.map(micros),
-            total_us: micros(elapsed),
-            ending: self.ending,
+        self.metrics.ended(self.route, self.ending);
+        self.activity.update(&self.id, |entry| {
+            entry.completion_tokens = usage.completion;
+            entry.first_token_us = self.first_token.map(micros);
+            entry.total_us = micros(elapsed);
+            entry.ending = Some(self.ending);
         });
     }
 }
@@ -395,13 +457,46 @@ fn micros(duration: Duration) -> u64 {
 /// The engine's end of the channel to one client.
 struct Sink {
     choice: usize,
+    id: Arc<str>,
+    route: &'static str,
     sender: mpsc::Sender<(usize, Event)>,
+    progress: Arc<Mutex<Progress>>,
+    activity: Arc<Activity>,
+    metrics: Arc<Metrics>,
     full_since: Option<Instant>,
     unread_timeout: Duration,
+    has_started: bool,
+}
+
+impl Sink {
+    /// Takes the time of an event, once however often it is offered.
+    fn note(&mut self, event: &Event) {
+        let mut progress = lock(&self.progress);
+        match event {
+            Event::Prefilled { usage, .. } => {
+                progress.served = *usage;
+                if !std::mem::replace(&mut self.has_started, true) {
+                    self.metrics.started(usage.queue_us);
+                }
+            }
+            Event::Token { .. } if self.full_since.is_none() => {
+                let now = Instant::now();
+                match progress.last_token.replace(now) {
+                    Some(last) => self.metrics.next_token(now - last),
+                    None => {
+                        progress.first_token = Some(now);
+                        self.metrics.first_token(now - progress.submitted);
+                    }
+                }
+            }
+            Event::Token { .. } | Event::Finished { .. } | Event::Failed { .. } => {}
+        }
+    }
 }
 
 impl EventSink for Sink {
     fn offer(&mut self, event: &Event) -> Delivery {
+        self.note(event);
         if matches!(event, Event::Prefilled { .. }) {
             // Only a sign that somebody may have left.
             return if self.sender.is_closed() { Delivery::Gone } else { Delivery::Taken };
@@ -419,4 +514,40 @@ impl EventSink for Sink {
             }
         }
     }
+
+    fn ended(&mut self, record: &RequestRecord) {
+        let RequestRecord { usage, diverged, stored_blocks, skipped_because, preemptions, .. } = record;
+        let ending = lock(&self.progress).ending.unwrap_or(match record.finish {
+            Some(FinishReason::StopToken(_) | FinishReason::ConstraintComplete) => "stop",
+            Some(FinishReason::Length | FinishReason::ContextFull | FinishReason::MemoryFull) => "length",
+            Some(FinishReason::DeadlinePassed) => "expired",
+            Some(FinishReason::Shutdown) => "failed",
+            Some(FinishReason::Cancelled) => "left",
+            None => record.failure.as_ref().map_or("left", |_| "failed"),
+        });
+        tracing::info!(
+            request_id = &*self.id,
+            choice = self.choice,
+            route = self.route,
+            ending,
+            prompt_tokens = usage.prompt_tokens,
+            cached_tokens = usage.cached_tokens,
+            tier = tier(usage),
+            diverged_at = diverged.map(|at| at.position),
+            completion_tokens = usage.completion_tokens,
+            stored_blocks,
+            skipped_because,
+            chunks = record.chunks.len(),
+            preemptions,
+            queue_us = usage.queue_us,
+            prefill_us = usage.prefill_us,
+            decode_us = usage.decode_us,
+            "request ended"
+        );
+        self.activity.update(&self.id, |entry| entry.records[self.choice] = Some(record.clone()));
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

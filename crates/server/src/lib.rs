@@ -16,6 +16,7 @@ mod encoding;
 mod error;
 mod fields;
 mod generation;
+mod metrics;
 pub mod openapi;
 mod page;
 pub mod parameters;
@@ -52,6 +53,8 @@ pub struct ServerState {
     pub max_context_tokens: usize,
     /// Tokens that end an answer.
     pub stop_tokens: Vec<u32>,
+    /// The arithmetic.
+    pub numeric_class: String,
     /// What computes, in a person's words.
     pub devices: Vec<String>,
     /// Why less is served than was asked for; `/health` says it.

@@ -36,6 +36,12 @@ pub fn document() -> Value {
         "delete": reading("delete_response", json!([id]), "Object"),
     });
     paths.insert("/v1/responses/{id}".into(), stored);
+    paths.insert("/troika/requests/{id}".into(), json!({"get": reading("request", json!([id]), "Object")}));
+    let mut metrics = reading("metrics", json!([]), "Object");
+    metrics["responses"]["200"] = json!({
+        "description": "OpenMetrics text.", "content": {"application/openmetrics-text": {"schema": {"type": "string"}}},
+    });
+    paths.insert("/metrics".into(), json!({"get": metrics}));
     let mut health = reading("health", json!([]), "Health");
     health["security"] = json!([]);
     health["responses"]["503"] = json_response(&json!({"$ref": "#/components/schemas/Health"}));
@@ -165,6 +171,8 @@ fn schema_of(name: &str, endpoint: Endpoint) -> Value {
         ("top_p" | "min_p", _) => number(0.0, 1.0),
         ("frequency_penalty" | "presence_penalty", _) => number(-2.0, 2.0),
         ("repetition_penalty", _) => number(0.01, 100.0),
+        ("timeout", _) => number(0.001, 86_400.0),
+        ("service_tier", _) => json!({"enum": ["auto", "default", "flex", "priority", null]}),
         ("top_k", _) => json!({"type": ["integer", "null"], "minimum": -1}),
         ("seed", _) => json!({"type": ["integer", "null"]}),
         ("n", _) => count(16),
@@ -173,7 +181,9 @@ fn schema_of(name: &str, endpoint: Endpoint) -> Value {
         ("top_logprobs", _) | ("logprobs", Endpoint::Completions) => {
             json!({"type": ["integer", "null"], "minimum": 0, "maximum": 20})
         }
-        ("stream" | "echo" | "logprobs" | "store" | "parallel_tool_calls", _) => json!({"type": ["boolean", "null"]}),
+        ("stream" | "echo" | "ignore_eos" | "logprobs" | "store" | "parallel_tool_calls", _) => {
+            json!({"type": ["boolean", "null"]})
+        }
         ("model" | "instructions" | "previous_response_id", _) => json!({"type": ["string", "null"]}),
         ("reasoning_effort", _) => {
             json!({"enum": ["none", "minimal", "low", "medium", "high", "xhigh", "max", null]})

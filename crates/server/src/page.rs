@@ -11,7 +11,7 @@ use axum::{
 };
 use serde_json::json;
 
-use crate::routes::App;
+use crate::{access::Tenant, routes::App};
 
 /// Everything the page needs comes from here, and nothing inline runs.
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
@@ -38,7 +38,7 @@ fn serve(content_type: &'static str, text: &'static str) -> Response {
 }
 
 /// What the page shows beside the chat.
-pub(crate) async fn status(State(app): State<Arc<App>>) -> Response {
+pub(crate) async fn status(State(app): State<Arc<App>>, tenant: Tenant) -> Response {
     let (engine, (_, status, reason)) = (app.state.generator.status(), app.health());
     let body = json!({
         "status": status,
@@ -53,7 +53,7 @@ pub(crate) async fn status(State(app): State<Arc<App>>) -> Response {
         "prompt_tokens_total": engine.prompt_tokens_total,
         "completion_tokens_total": engine.completion_tokens_total,
         "requests_total": engine.requests_total,
-        "requests": app.activity.snapshot(),
+        "requests": app.activity.snapshot(&tenant),
     });
     ([(header::CACHE_CONTROL, "no-store")], Json(body)).into_response()
 }

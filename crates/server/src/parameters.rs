@@ -63,8 +63,6 @@ const fn row(name: &'static str, handlings: [Handling; 4]) -> Parameter {
     Parameter { name, handlings }
 }
 
-const TIERS: Handling = Only(&["\"auto\"", "\"default\""]);
-
 /// Parameters that are known. Others are refused as unknown.
 pub const PARAMETERS: &[Parameter] = &[
     row("model", [A, A, A, A]),
@@ -93,6 +91,7 @@ pub const PARAMETERS: &[Parameter] = &[
     row("n", [A, A, R, R]),
     row("best_of", [R, Only(&["1"]), R, R]),
     row("echo", [R, A, R, R]),
+    row("ignore_eos", [A, A, R, R]),
     row("suffix", [R, Only(&["\"\""]), R, R]),
     row("logprobs", [A, A, R, R]),
     row("top_logprobs", [A, R, R, Only(&["0"])]),
@@ -117,7 +116,8 @@ pub const PARAMETERS: &[Parameter] = &[
     row("include", [R, R, R, Only(&["[]", "[\"reasoning.encrypted_content\"]"])]),
     row("truncation", [R, R, R, Only(&["\"disabled\""])]),
     row("background", [R, R, R, Only(&["false"])]),
-    row("service_tier", [TIERS, R, Only(&["\"auto\"", "\"standard_only\""]), TIERS]),
+    row("service_tier", [A, R, Only(&["\"auto\"", "\"standard_only\""]), A]),
+    row("timeout", [A, A, A, A]),
     row("functions", [Only(&["[]"]), R, R, R]),
     row("function_call", [Only(&["\"none\"", "\"auto\""]), R, R, R]),
     row("modalities", [Only(&["[\"text\"]"]), R, R, R]),

@@ -22,14 +22,15 @@ use troika_prompt::ConstraintCompiler;
 
 use crate::{
     ServerState,
-    access::guard,
-    activity::Activity,
+    access::{Tenant, guard},
+    activity::{self, Activity},
     answer::{self, Anthropic, Format, Keep, OpenAi, Responses},
     body::{BodyBudget, BodyShare, Received},
     connections::Phase,
     encoding::encode,
     error::{ApiError, quote},
     generation::{Generation, Job},
+    metrics::{self, Metrics},
     openapi, page,
     parameters::Endpoint,
     random_name,
@@ -45,9 +46,10 @@ const MAX_READERS: usize = 2;
 pub(crate) struct App {
     pub(crate) state: ServerState,
     pub(crate) activity: Arc<Activity>,
+    pub(crate) metrics: Arc<Metrics>,
     pub(crate) started: Instant,
     phase: watch::Receiver<Phase>,
-    store: Arc<ResponseStore>,
+    store: ResponseStore,
     constraints: ConstraintCompiler,
     bodies: BodyBudget,
     readers: Arc<Semaphore>,
@@ -61,9 +63,10 @@ pub(crate) fn router(state: ServerState, phase: watch::Receiver<Phase>) -> Route
         state,
         constraints,
         activity: Arc::default(),
+        metrics: Arc::default(),
         started: Instant::now(),
         phase,
-        store: Arc::new(ResponseStore::new(limits.max_stored_responses, limits.max_stored_bytes)),
+        store: ResponseStore::new(limits.max_stored_responses, limits.max_stored_bytes),
         bodies: BodyBudget::new(&limits),
         readers: Arc::new(Semaphore::new(MAX_READERS)),
     });
@@ -78,7 +81,9 @@ pub(crate) fn router(state: ServerState, phase: watch::Receiver<Phase>) -> Route
         .route("/v1/responses", post(responses))
         .route("/v1/responses/{id}", get(stored_response).delete(delete_response))
         .route("/openapi.json", get(openapi::serve))
+        .route("/metrics", get(metrics::serve))
         .route("/troika/status", get(page::status))
+        .route("/troika/requests/{id}", get(activity::request))
         .merge(page::files())
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
@@ -175,14 +180,22 @@ async fn count_tokens(State(app): State<Arc<App>>, request: Request) -> Result<R
     Ok(Json(json!({"input_tokens": num_tokens})).into_response())
 }
 
-async fn stored_response(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Response, ApiError> {
-    let stored = app.store.get(&id).ok_or_else(|| response_not_found(&id))?;
+async fn stored_response(
+    State(app): State<Arc<App>>,
+    tenant: Tenant,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    let stored = app.store.of(tenant).get(&id).ok_or_else(|| response_not_found(&id))?;
     let document = Bytes::copy_from_slice(stored.document.as_bytes());
     Ok(([(header::CONTENT_TYPE, "application/json")], document).into_response())
 }
 
-async fn delete_response(State(app): State<Arc<App>>, Path(id): Path<String>) -> Result<Response, ApiError> {
-    if !app.store.remove(&id) {
+async fn delete_response(
+    State(app): State<Arc<App>>,
+    tenant: Tenant,
+    Path(id): Path<String>,
+) -> Result<Response, ApiError> {
+    if !app.store.of(tenant).remove(&id) {
         return Err(response_not_found(&id));
     }
     Ok(Json(json!({"id": id, "object": "response", "deleted": true})).into_response())
@@ -190,9 +203,12 @@ async fn delete_response(State(app): State<Arc<App>>, Path(id): Path<String>) ->
 
 async fn generate(app: &Arc<App>, endpoint: Endpoint, request: Request) -> Result<Response, ApiError> {
     let limits = app.state.limits;
+    let tenant = request.extensions().get::<Tenant>().cloned().unwrap_or_default();
+    let store = app.store.of(tenant.clone());
     let received = app.bodies.read_json(request, &limits).await?;
+    let of_request = store.clone();
     let ((asked, encoded), share) = read(app, received, move |app, body| {
-        let asked = Asked::parse(endpoint, body, &app.state, &app.store)?;
+        let asked = Asked::parse(endpoint, body, &app.state, &of_request)?;
         if endpoint == Endpoint::Messages && asked.max_tokens.is_none() {
             return Err(ApiError::invalid("max_tokens", "`max_tokens` must be given."));
         }
@@ -217,9 +233,10 @@ async fn generate(app: &Arc<App>, endpoint: Endpoint, request: Request) -> Resul
         echo: encoded.echo,
         id: id.clone(),
         route: endpoint.path(),
+        tenant,
     };
-    let generation = Generation::start(&app.state, Arc::clone(&app.activity), app.phase.clone(), job)?;
-    let format = format(app, endpoint, id, asked, share);
+    let generation = Generation::start(app, app.phase.clone(), job)?;
+    let format = format(app, endpoint, id, asked, store, share);
     match delivery {
         Delivery::Whole => answer::whole(generation, format).await,
         Delivery::Stream { .. } => Ok(answer::streamed(generation, format, limits.keep_alive)),
@@ -227,13 +244,20 @@ async fn generate(app: &Arc<App>, endpoint: Endpoint, request: Request) -> Resul
 }
 
 /// How this API puts its answer.
-fn format(app: &App, endpoint: Endpoint, id: String, asked: Asked, share: BodyShare) -> Box<dyn Format> {
+fn format(
+    app: &App,
+    endpoint: Endpoint,
+    id: String,
+    asked: Asked,
+    store: ResponseStore,
+    share: BodyShare,
+) -> Box<dyn Format> {
     let (model_id, created_unix_s) = (app.state.model_id.clone(), unix_time_s());
     match (endpoint, asked.response) {
         (Endpoint::Messages, _) => Box::new(Anthropic::new(id, model_id, asked.stops)),
         (Endpoint::Responses, Some(response)) => {
             // Parts of the body live until the answer does, and count for as long.
-            let keep = response.store.then(|| Keep { store: Arc::clone(&app.store), items: response.items });
+            let keep = response.store.then_some(Keep { store, items: response.items });
             Box::new(Responses::new(id, model_id, created_unix_s, response.echo, keep, share))
         }
         _ => {

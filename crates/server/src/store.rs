@@ -7,6 +7,8 @@ use std::{
 
 use serde_json::Value;
 
+use crate::access::Tenant;
+
 /// A response as text: far smaller than parsed, and its size is known.
 #[derive(Clone, Debug)]
 pub(crate) struct Stored {
@@ -46,12 +48,13 @@ impl Stored {
     }
 }
 
-/// The last responses, within a number and a size.
-#[derive(Debug)]
+/// The last responses, within a number and a size that all tenants share; each finds its own only.
+#[derive(Clone, Debug)]
 pub(crate) struct ResponseStore {
     max_responses: usize,
     max_bytes: usize,
-    inner: Mutex<Inner>,
+    inner: Arc<Mutex<Inner>>,
+    tenant: Tenant,
 }
 
 #[derive(Debug, Default)]
@@ -63,7 +66,16 @@ struct Inner {
 
 impl ResponseStore {
     pub(crate) fn new(max_responses: usize, max_bytes: usize) -> Self {
-        Self { max_responses, max_bytes, inner: Mutex::default() }
+        Self { max_responses, max_bytes, inner: Arc::default(), tenant: Tenant::default() }
+    }
+
+    /// The same store as this tenant sees it.
+    pub(crate) fn of(&self, tenant: Tenant) -> Self {
+        Self { tenant, ..self.clone() }
+    }
+
+    fn key(&self, id: &str) -> String {
+        format!("{}/{id}", self.tenant.0)
     }
 
     /// Keeps a response; one that is too large on its own is not kept.
@@ -80,17 +92,17 @@ impl ResponseStore {
             inner.remove(&oldest);
         }
         inner.num_bytes += num_bytes;
-        inner.oldest_first.push_back(id.to_owned());
-        inner.responses.insert(id.to_owned(), stored);
+        inner.oldest_first.push_back(self.key(id));
+        inner.responses.insert(self.key(id), stored);
     }
 
     pub(crate) fn get(&self, id: &str) -> Option<Stored> {
-        self.lock().responses.get(id).cloned()
+        self.lock().responses.get(&self.key(id)).cloned()
     }
 
     /// Forgets a response; false if there was none.
     pub(crate) fn remove(&self, id: &str) -> bool {
-        self.lock().remove(id)
+        self.lock().remove(&self.key(id))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -125,6 +137,8 @@ mod tests {
         assert!(store.get("r4").is_none() && store.get("large").is_some(), "room is made");
         store.put("too large", &json!("x".repeat(2000)), &ItemText::default());
         assert!(store.get("too large").is_none() && store.get("large").is_some());
+        let other = store.of(Tenant("other".to_owned()));
+        assert!(other.get("large").is_none() && !other.remove("large"), "each tenant finds its own only");
         assert!(store.remove("large") && !store.remove("large"));
         assert_eq!(store.lock().num_bytes, 0);
     }

@@ -136,7 +136,7 @@ impl StepRunner for HashModel {
         "hash".to_owned()
     }
 
-    fn step_bytes(&self, _rows: usize) -> u64 {
+    fn step_bytes(&self, _rows: usize, _logit_rows: usize) -> u64 {
         0
     }
 

@@ -13,11 +13,14 @@ use std::{
 use troika_base::RequestId;
 use troika_engine::api::{
     ConstraintState, Delivery, EngineStatus, Event, EventSink, FinishReason, GenerateRequest, Generator, Logprobs,
-    SubmitError, Usage,
+    RequestRecord, SubmitError, Usage,
 };
 
 /// How long the engine waits before it offers an event again that found no room.
 const RETRY: Duration = Duration::from_millis(1);
+
+/// What the engine says to those it refuses.
+pub const SCRIPTED_RETRY_AFTER_S: u64 = 7;
 
 /// One thing the engine does.
 #[derive(Clone, Debug)]
@@ -26,7 +29,7 @@ pub enum Act {
     Token(u32),
     /// Offers this token until the request ends, with a pause before each.
     Forever(u32, Duration),
-    /// Reports progress of the prefill.
+    /// Reports progress of the prefill, so many tokens of it found in the cache.
     Prefilled(usize),
     /// Does nothing for a while; a cancelled request wakes up.
     Pause(Duration),
@@ -155,8 +158,8 @@ impl Generator for ScriptedEngine {
         let (script, shared, total) =
             (lock(&self.script).clone(), Arc::clone(&self.log), Arc::clone(&self.tokens_taken));
         thread::spawn(move || {
-            let player = Player { request, sink, cancelled, total, tokens_taken: 0, times_full: 0 };
-            let outcome = player.play(&script);
+            let player = Player { request, sink, cancelled, total, tokens_taken: 0, cached_tokens: 0, times_full: 0 };
+            let outcome = player.play(id, &script);
             let mut log = lock(&shared);
             log.running.remove(&id);
             log.outcomes.push(outcome);
@@ -172,7 +175,8 @@ impl Generator for ScriptedEngine {
 
     fn status(&self) -> EngineStatus {
         let running = lock(&self.log).running.len();
-        EngineStatus { running, failure: lock(&self.failure).clone(), ..EngineStatus::default() }
+        let failure = lock(&self.failure).clone();
+        EngineStatus { running, failure, retry_after_s: SCRIPTED_RETRY_AFTER_S, ..EngineStatus::default() }
     }
 }
 
@@ -183,15 +187,24 @@ struct Player {
     cancelled: Arc<AtomicBool>,
     total: Arc<AtomicUsize>,
     tokens_taken: usize,
+    cached_tokens: usize,
     times_full: usize,
 }
 
 impl Player {
-    fn play(mut self, script: &[Act]) -> Outcome {
+    fn play(mut self, id: RequestId, script: &[Act]) -> Outcome {
         let end = script.iter().find_map(|act| self.act(act)).unwrap_or_else(|| {
             let stop = self.request.stop_tokens.first();
             self.finish(stop.map_or(FinishReason::Length, |token| FinishReason::StopToken(*token)))
         });
+        let record = RequestRecord {
+            request: Some(id),
+            usage: self.usage(),
+            finish: if let End::Finished(reason) = end { Some(reason) } else { None },
+            failure: (end == End::Failed).then(|| "as told".to_owned()),
+            ..RequestRecord::default()
+        };
+        self.sink.ended(&record);
         Outcome { end, tokens_taken: self.tokens_taken, times_full: self.times_full }
     }
 
@@ -206,7 +219,8 @@ impl Player {
                 }
             },
             Act::Prefilled(num_computed_tokens) => {
-                self.offer(&Event::Prefilled { num_computed_tokens: *num_computed_tokens })
+                self.cached_tokens = *num_computed_tokens;
+                self.offer(&Event::Prefilled { num_computed_tokens: *num_computed_tokens, usage: self.usage() })
             }
             Act::Pause(pause) => self.pause(*pause),
             Act::Fail(message) => Some(self.offer(&Event::Failed { message: message.clone() }).unwrap_or(End::Failed)),
@@ -265,16 +279,21 @@ impl Player {
     }
 
     fn finish(&mut self, reason: FinishReason) -> End {
-        let usage = Usage {
-            prompt_tokens: self.request.prompt.len(),
-            completion_tokens: self.tokens_taken,
-            ..Usage::default()
-        };
+        let usage = self.usage();
         while self.sink.offer(&Event::Finished { reason, usage }) == Delivery::Full {
             self.times_full += 1;
             thread::sleep(RETRY);
         }
         End::Finished(reason)
+    }
+
+    fn usage(&self) -> Usage {
+        Usage {
+            prompt_tokens: self.request.prompt.len(),
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.tokens_taken,
+            ..Usage::default()
+        }
     }
 
     fn is_cancelled(&self) -> bool {

@@ -230,7 +230,7 @@ impl World {
             match &heard.end {
                 Some(Event::Finished { reason: FinishReason::Length, .. }) if complete => {}
                 Some(Event::Finished { reason: FinishReason::Cancelled, .. } | Event::Failed { .. }) => {}
-                Some(Event::Finished { reason: FinishReason::ContextFull, .. }) => {}
+                Some(Event::Finished { reason: FinishReason::ContextFull | FinishReason::MemoryFull, .. }) => {}
                 None if client.gone_after.is_some() => {}
                 end => return Err(format!("request {index} ended with {end:?} after {} tokens", heard.tokens.len())),
             }

@@ -185,7 +185,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         Some(target) => report::write_json(target, &report)?,
         None => report::print(&table(&report))?,
     }
-    args.hybrid.check(&runner.feature())?;
+    args.hybrid.check_engaged(&runner.feature())?;
     Ok(ExitCode::SUCCESS)
 }
 

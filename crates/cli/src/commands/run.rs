@@ -6,11 +6,11 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use troika_base::NumericClass;
 use troika_base::units::human_bytes;
-use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling};
+use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling, SubmitError};
 use troika_engine::{Engine, EngineOptions};
 use troika_prompt::{
     ChatOptions, Conversation, Detokenizer, FixedTexts, MarkerText, Message, StopMatcher, ThinkingMode, Tokenizer,
@@ -18,6 +18,8 @@ use troika_prompt::{
 };
 
 use super::serve::{Signal, terminated};
+use crate::hybrid::HybridArgs;
+use crate::memory::{self, MemoryArgs};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
 
@@ -34,6 +36,8 @@ pub(crate) struct Args {
     file: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hybrid: HybridArgs,
     /// Take the prompt as a user's message to answer, not as a text to continue.
     #[arg(long)]
     chat: bool,
@@ -58,6 +62,8 @@ pub(crate) struct Args {
     /// End the text before this string; may be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// Hands the engine's events to the task that prints. Holds at most one event per token.
@@ -97,16 +103,20 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,
         max_itl: EngineOptions::DEFAULT_MAX_ITL,
-        memory_bytes: u64::MAX,
+        memory_bytes: args.memory.resolve(model.weights_bytes(), 0),
         cache_bytes: 0,
         snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
-    let engine = Engine::start(model.runner(args.model.runner_options(class))?, options)?;
+    let engine = Engine::start(model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?, options)?;
+    memory::report(&engine)?;
     let loaded = start.elapsed();
     let prompt_tokens = request.prompt.len();
     let (events, received) = unbounded_channel();
     let submitted = Instant::now();
-    let id = engine.submit(request, Box::new(Printer(events)))?;
+    let id = engine.submit(request, Box::new(Printer(events))).map_err(|error| match error {
+        SubmitError::NeverFits { .. } => anyhow!("{error}; give a larger --memory-limit or a shorter prompt"),
+        other => other.into(),
+    })?;
     let mut printed = Printed::new(tokenizer, &args.stop, prompt_tokens);
     let end = printed.print(received).await?;
     engine.cancel(id);
@@ -191,7 +201,7 @@ impl Printed {
                 signal = &mut signal => return Ok(End::Interrupted(signal?)),
             };
             match event {
-                Event::Prefilled { num_computed_tokens } => self.prefill.set_position(num_computed_tokens as u64),
+                Event::Prefilled { num_computed_tokens, .. } => self.prefill.set_position(num_computed_tokens as u64),
                 Event::Token { token, .. } => {
                     self.prefill.finish_and_clear();
                     self.first_token.get_or_insert_with(Instant::now);
@@ -252,6 +262,7 @@ fn summarize(printed: &Printed, end: &End, submitted: Instant, load_s: f64) {
         End::Done(FinishReason::StopToken(_) | FinishReason::ConstraintComplete) => "end of text",
         End::Done(FinishReason::Length) => "token limit (-n)",
         End::Done(FinishReason::ContextFull) => "context full",
+        End::Done(FinishReason::MemoryFull) => "memory full (--memory-limit)",
         End::Done(_) => "cancelled",
         End::Stopped => "stop string",
         End::Interrupted(_) => "interrupted",

@@ -14,17 +14,21 @@ use troika_engine::{DiskTier, Engine, EngineOptions};
 use troika_kvstore::Store;
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 
+use crate::hybrid::HybridArgs;
+use crate::memory::{self, MemoryArgs};
 use crate::model_source::{ModelArgs, OpenModel};
 use crate::size::Size;
 
 /// Serve a model over HTTP, compatible with OpenAI's and Anthropic's clients.
 ///
-/// Routes: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /openapi.json, and a web
-/// page at /. Ctrl-C or SIGTERM lets running answers finish for a few seconds and exits with 0; a second signal ends at once.
+/// Routes: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics,
+/// /troika/requests/ID, /openapi.json, and a web page at /. Ctrl-C or SIGTERM lets running answers finish for a few seconds and exits with 0; a second signal ends at once.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hybrid: HybridArgs,
     /// Address to listen on. Addresses that other machines can reach need an API key.
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: IpAddr,
@@ -76,6 +80,11 @@ pub(crate) struct Args {
     /// Keep no prefixes, neither in memory nor on disk.
     #[arg(long)]
     no_cache: bool,
+    /// Let prompts that came with one key use the kept prefixes of others'. Without it, several keys share nothing.
+    #[arg(long)]
+    share_between_keys: bool,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// The tier on disk if one is wanted, and why it is not there if it cannot be had.
@@ -138,7 +147,8 @@ impl Args {
             }
         };
         let given = self.api_key.iter().chain(&self.api_keys).map(String::as_str);
-        Ok(Access::new(given.chain(keys(&file)), self.cors_origin.iter().map(String::as_str))?)
+        let access = Access::new(given.chain(keys(&file)), self.cors_origin.iter().map(String::as_str))?;
+        Ok(if self.share_between_keys { access.shared_between_keys() } else { access })
     }
 }
 
@@ -161,23 +171,30 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let (temperature, top_p) = model.sampling_advice()?;
     let limit = model.config.model.max_position_embeddings;
     let max_context_tokens = if args.max_context == 0 { limit } else { args.max_context.min(limit) };
+    let cache_bytes = if args.no_cache { 0 } else { args.cache_ram_limit.0 };
     let options = EngineOptions {
         chunk_tokens: args.chunk as usize,
         max_running: args.max_running as usize,
         max_queued: args.max_queued,
         max_context_tokens,
         max_itl: Duration::from_millis(args.max_itl.into()),
-        memory_bytes: u64::MAX,
-        cache_bytes: if args.no_cache { 0 } else { args.cache_ram_limit.0 },
+        memory_bytes: args.memory.resolve(model.weights_bytes(), cache_bytes),
+        cache_bytes,
         snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
-    let runner = model.runner(args.model.runner_options(class))?;
+    let runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
     let device = runner.device_description().to_owned();
     let (disk, degraded) = disk_tier(args, &model)?;
     let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
+    memory::report(&engine)?;
+    if access.isolates_keys() {
+        tracing::info!(
+            "each key has its own prefixes and sees its own requests; --share-between-keys would share them"
+        );
+    }
     let state = ServerState {
         generator: Arc::clone(&engine) as Arc<dyn Generator>,
         tokenizer,
@@ -187,6 +204,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         defaults: SamplingDefaults { temperature, top_p },
         max_context_tokens,
         stop_tokens: model.config.eos_token_ids.clone(),
+        numeric_class: class.to_string(),
         devices: vec![device.clone()],
         degraded,
         access,

@@ -3,20 +3,27 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::support::{Scratch, command, troika};
 
 /// A server on a free port, ended when dropped.
-struct Server {
+pub(crate) struct Server {
     child: Child,
     address: String,
+    /// What it has logged since it began to serve, once it has ended.
+    log: Option<JoinHandle<String>>,
 }
 
 impl Server {
-    fn start(model: &str) -> Self {
-        let mut child =
-            command(&["serve", "--model", model, "--port", "0"]).stderr(Stdio::piped()).spawn().expect("starts");
+    pub(crate) fn start(model: &str) -> Self {
+        Self::with(model, &[])
+    }
+
+    pub(crate) fn with(model: &str, more: &[&str]) -> Self {
+        let args = [&["serve", "--model", model, "--port", "0"], more].concat();
+        let mut child = command(&args).stderr(Stdio::piped()).spawn().expect("starts");
         let mut log = BufReader::new(child.stderr.take().expect("piped"));
         let mut line = String::new();
         let address = loop {
@@ -27,8 +34,19 @@ impl Server {
             }
         };
         // Somebody has to read the log, or the server would stop at a full pipe.
-        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
-        Self { child, address }
+        let log = std::thread::spawn(move || {
+            let mut rest = String::new();
+            log.read_to_string(&mut rest).expect("the log is UTF-8");
+            rest
+        });
+        Self { child, address, log: Some(log) }
+    }
+
+    /// Ends it in good order; returns its log.
+    pub(crate) fn stop(mut self) -> String {
+        self.signal("TERM");
+        assert_eq!(code_within(&mut self.child, Duration::from_secs(30)), Some(0));
+        self.log.take().expect("only once").join().expect("readable")
     }
 
     fn connect(&self) -> TcpStream {
@@ -36,9 +54,15 @@ impl Server {
     }
 
     /// Status line and body of one request.
-    fn request(&self, method: &str, path: &str, body: &str) -> (String, String) {
+    pub(crate) fn request(&self, method: &str, path: &str, body: &str) -> (String, String) {
+        self.request_as("", method, path, body)
+    }
+
+    /// As [`Self::request`], with a key.
+    pub(crate) fn request_as(&self, key: &str, method: &str, path: &str, body: &str) -> (String, String) {
         let mut stream = self.connect();
-        let head = format!("{method} {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n", self.address);
+        let address = &self.address;
+        let head = format!("{method} {path} HTTP/1.1\r\nhost: {address}\r\nx-api-key: {key}\r\nconnection: close\r\n");
         let content = format!("content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len());
         stream.write_all(format!("{head}{content}").as_bytes()).expect("sent");
         let mut answer = String::new();

@@ -13,15 +13,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use troika_base::NumericClass;
+use troika_base::{NumericClass, StoredTensor};
 use troika_graph::{NodeId, WeightSource};
 pub use troika_kernels::CpuLevel;
 use troika_kernels::{Ctx, Parallel};
 
+use crate::npu::ChannelWeights;
 use crate::run::StepRun;
 use crate::{Capabilities, Device, DeviceError, DeviceKind, Output, Part, Priority, Report, Work};
 use pool::Pool;
 use weights::CpuWeights;
+pub use weights::{WeightForm, weight_form};
 
 /// Settings of a [`CpuDevice`].
 #[derive(Clone, Copy, Debug)]
@@ -91,6 +93,12 @@ impl CpuDevice {
         Ok(Self { capabilities, weights: OnceLock::new(), class, level: options.level, queue, pool })
     }
 
+    /// Rounds a tensor to one scale per output channel, on the device's threads.
+    pub fn pack_channels(&self, tensor: &StoredTensor) -> ChannelWeights {
+        let pool = lock(&self.pool);
+        ChannelWeights::pack_channels(Ctx { level: self.level, par: &*pool }, tensor)
+    }
+
     fn execute(&self, pool: &Pool, run: &StepRun, node: NodeId, part: Option<&Part>) -> Result<(), String> {
         let weights = self.weights.get().ok_or("no weights are loaded")?;
         let ctx = Ctx { level: self.level, par: pool };
@@ -113,7 +121,9 @@ impl Device for CpuDevice {
     }
 
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError> {
-        let loaded = CpuWeights::load(source, self.class)?;
+        let pool = lock(&self.pool);
+        let ctx = Ctx { level: self.level, par: &*pool };
+        let loaded = CpuWeights::load(ctx, source, self.class)?;
         assert!(self.weights.set(loaded).is_ok(), "weights are loaded once");
         Ok(())
     }
@@ -191,7 +201,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::mpsc::channel;
 
-    use troika_base::{SequenceId, StepId, StoredTensor};
+    use troika_base::{SequenceId, StepId};
     use troika_graph::{
         Acceptance, Element, GraphBuilder, Kind, Node, Op, Scope, Segment, StepRows, ValueId, WeightKey,
     };

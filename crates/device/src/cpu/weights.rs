@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use troika_base::{Format, NumericClass, StoredTensor};
 use troika_graph::{Role, Scope, WeightKey, WeightRef, WeightSource};
 use troika_kernels::int8::{Int8Expert, Int8Matrix};
-use troika_kernels::{ExpertWeights, to_f32, to_i32};
+use troika_kernels::{Ctx, ExpertWeights, to_f32, to_i32};
 
 use crate::DeviceError;
 
@@ -29,18 +29,17 @@ impl Weight {
     /// Class `fast` has integer products with fp4 weights, which stay as they are, and with fp8 weights, which are copied
     /// into rounded and packed form. A shared expert is packed whatever its format, since its three products are one
     /// operation, and so is the head, which every decoded token reads whole. Other formats belong to small or sensitive
-    /// weights (router, compressors).
-    fn new(class: NumericClass, role: Role, tensor: StoredTensor) -> Self {
-        let looked_up = matches!(role, Role::Embed | Role::MarkovW1 | Role::MarkovW2 | Role::ConfidenceProj);
-        if class != NumericClass::Fast || looked_up {
-            return Self::Float(tensor);
-        }
-        let always = matches!(role, Role::SharedW1 | Role::SharedW2 | Role::SharedW3 | Role::Head);
-        match (Int8Matrix::refer(&tensor), tensor.format()) {
-            (Some(matrix), _) => Self::Int8(matrix),
-            (None, Format::Fp8Tile { .. } | Format::Mxfp8) => Self::Int8(Int8Matrix::pack(&tensor)),
-            (None, _) if always => Self::Int8(Int8Matrix::pack(&tensor)),
-            (None, _) => Self::Float(tensor),
+    /// weights (router, compressors). `fast-fp8-exact` rounds no weight.
+    fn new(ctx: Ctx, class: NumericClass, role: Role, tensor: StoredTensor) -> Self {
+        match weight_form(class, role, tensor.format()) {
+            WeightForm::Stored => Self::Float(tensor),
+            WeightForm::StoredIntegers => Self::Int8(Int8Matrix::refer(&tensor).expect("its codes are integers")),
+            WeightForm::Packed => {
+                let packed = Int8Matrix::pack(ctx, &tensor);
+                // Nothing reads the stored numbers again, so they need not take up memory a second time.
+                tensor.release();
+                Self::Int8(packed)
+            }
         }
     }
 
@@ -49,6 +48,33 @@ impl Weight {
             Self::Float(w) => (w.rows(), w.cols()),
             Self::Int8(w) => (w.rows(), w.cols()),
         }
+    }
+}
+
+/// The form in which the CPU keeps a matrix other than a routed expert's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightForm {
+    /// As stored; products in `f32`.
+    Stored,
+    /// As stored; integer products.
+    StoredIntegers,
+    /// Copied into rounded form; integer products.
+    Packed,
+}
+
+/// What becomes of a matrix of `format` in class `class`. Shared experts are one operation, so their three parts agree.
+pub fn weight_form(class: NumericClass, role: Role, format: Format) -> WeightForm {
+    let looked_up = matches!(role, Role::Embed | Role::MarkovW1 | Role::MarkovW2 | Role::ConfidenceProj);
+    let shared = matches!(role, Role::SharedW1 | Role::SharedW2 | Role::SharedW3);
+    match (class, format) {
+        (NumericClass::Exact | NumericClass::Official, _) => WeightForm::Stored,
+        _ if looked_up => WeightForm::Stored,
+        (NumericClass::FastFp8Exact, Format::Mxfp4) if !shared => WeightForm::StoredIntegers,
+        (NumericClass::FastFp8Exact, _) => WeightForm::Stored,
+        (NumericClass::Fast, Format::Mxfp4) => WeightForm::StoredIntegers,
+        (NumericClass::Fast, Format::Fp8Tile { .. } | Format::Mxfp8) => WeightForm::Packed,
+        (NumericClass::Fast, _) if shared || role == Role::Head => WeightForm::Packed,
+        (NumericClass::Fast, _) => WeightForm::Stored,
     }
 }
 
@@ -102,7 +128,7 @@ fn is_vector(role: Role) -> bool {
 }
 
 impl CpuWeights {
-    pub(super) fn load(source: &dyn WeightSource, class: NumericClass) -> Result<Self, DeviceError> {
+    pub(super) fn load(ctx: Ctx, source: &dyn WeightSource, class: NumericClass) -> Result<Self, DeviceError> {
         let mut banks: HashMap<Scope, Vec<Expert>> = HashMap::new();
         let mut loaded =
             Self { matrices: HashMap::new(), vectors: HashMap::new(), tables: HashMap::new(), experts: HashMap::new() };
@@ -131,7 +157,7 @@ impl CpuWeights {
                 }
                 _ => {
                     float(key, &tensor)?;
-                    loaded.matrices.insert(key, Weight::new(class, key.role, tensor));
+                    loaded.matrices.insert(key, Weight::new(ctx, class, key.role, tensor));
                 }
             }
         }
@@ -203,7 +229,7 @@ impl ExpertBank {
         let refer =
             |e: &Expert| Some([Int8Matrix::refer(&e.w1)?, Int8Matrix::refer(&e.w2)?, Int8Matrix::refer(&e.w3)?]);
         let int8 =
-            (class == NumericClass::Fast).then(|| experts.iter().map(refer).collect::<Option<Vec<_>>>()).flatten();
+            class.has_integer_products().then(|| experts.iter().map(refer).collect::<Option<Vec<_>>>()).flatten();
         int8.map_or(Self::Float(experts), Self::Int8)
     }
 }

@@ -6,7 +6,7 @@
 //! A decode step with the next token of every running sequence and a prefill step with prompt chunks are in flight side by
 //! side. By the row contract neither can change the other's numbers.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -22,7 +22,9 @@ use super::EngineOptions;
 use super::disk::DiskTier;
 use super::live::Live;
 use super::prefix::{CacheIdentity, Prefixes};
-use crate::api::{EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, RequestRecord};
+use crate::api::{
+    EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, NodeTotals, StepTotals,
+};
 use crate::runner::{Chunk, RunnerError, WantLogits};
 
 /// Does forward passes. The engine's own is [`crate::Runner`]; tests have one that computes no model.
@@ -33,8 +35,13 @@ pub trait StepRunner {
     /// Name of the arithmetic: rows of one class never meet those of another.
     fn numeric_class(&self) -> String;
 
-    /// Bytes that the values of a step of so many rows take at most.
-    fn step_bytes(&self, rows: usize) -> u64;
+    /// Bytes that the values of a step of so many rows take at most, logits of `logit_rows` of them included.
+    fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64;
+
+    /// Counts of all nodes so far, by kind and device, in place of what `totals` held.
+    fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
+        totals.clear();
+    }
 
     /// Starts an empty sequence.
     fn new_sequence(&mut self) -> SequenceId;
@@ -115,11 +122,7 @@ pub struct Core<R> {
     /// In order of arrival, since ids ascend.
     requests: BTreeMap<RequestId, Live>,
     in_flight: BTreeMap<Ticket, InFlight>,
-    records: Arc<Mutex<VecDeque<RequestRecord>>>,
 }
-
-/// Records of requests that have ended are kept for so many.
-const MAX_RECORDS: usize = 512;
 
 impl<R: StepRunner> Core<R> {
     /// Resolves the geometry and starts with no requests.
@@ -130,9 +133,14 @@ impl<R: StepRunner> Core<R> {
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
-        lock(&status).state_bytes_limit = scheduler.limits().state_bytes;
-        let records = Arc::default();
-        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight, records }
+        {
+            let limits = scheduler.limits();
+            let mut status = lock(&status);
+            status.state_bytes_limit = limits.state_bytes;
+            status.state_bytes_per_block = limits.state_cost.bytes_per_block;
+            status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running);
+        }
+        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
     }
 
     /// Also keeps prefixes on disk. Without a cache in memory there is none on disk.
@@ -153,11 +161,6 @@ impl<R: StepRunner> Core<R> {
     /// The scheduler, to look at.
     pub fn scheduler(&self) -> &Scheduler {
         &self.scheduler
-    }
-
-    /// Records of the requests that ended last, oldest first.
-    pub fn records(&self) -> Arc<Mutex<VecDeque<RequestRecord>>> {
-        Arc::clone(&self.records)
     }
 
     /// What does the steps.
@@ -190,7 +193,8 @@ impl<R: StepRunner> Core<R> {
         let mut live = Live::new(submission);
         live.thread = self.prefixes.as_ref().map(|prefixes| prefixes.thread(&live.request.service.tenant));
         let service = &live.request.service;
-        let deadline_us = service.deadline.map(|deadline| now_us.saturating_add(deadline.as_micros() as u64));
+        let deadline_us =
+            service.deadline.map(|deadline| live.submitted_us.saturating_add(deadline.as_micros() as u64));
         let new = NewSequence { tokens: live.tokens.len(), urgency: service.urgency, deadline_us };
         match self.scheduler.submit(live.id, new) {
             Ok(()) => {}
@@ -239,7 +243,7 @@ impl<R: StepRunner> Core<R> {
     pub fn turn(&mut self, now_us: u64) {
         for id in self.scheduler.expired(now_us) {
             if let Some(live) = self.requests.get_mut(&id) {
-                live.fail("the deadline passed before the request could start");
+                live.finish(FinishReason::DeadlinePassed);
             }
         }
         self.deliver_pending();
@@ -277,33 +281,23 @@ impl<R: StepRunner> Core<R> {
         }
         for id in through {
             let mut live = self.requests.remove(&id).expect("listed above");
-            self.remember(live.record());
+            let finish = live.notes.finish;
+            let failed = live.notes.failure.is_some();
             let mut status = lock(&self.status);
             status.requests_total += 1;
+            match finish {
+                Some(FinishReason::DeadlinePassed) => status.expired_total += 1,
+                Some(FinishReason::Cancelled) => status.cancelled_total += 1,
+                Some(_) => {}
+                None if failed => status.failed_total += 1,
+                None => status.cancelled_total += 1,
+            }
             if live.started_us.is_none() {
                 status.queued = status.queued.saturating_sub(1);
             }
+            drop(status);
+            live.report_end();
         }
-    }
-
-    fn remember(&self, record: RequestRecord) {
-        let RequestRecord { usage, blocks_from_disk, skipped_because, preemptions, ref chunks, .. } = record;
-        tracing::debug!(
-            request_id = record.request.map(|id| id.0),
-            num_tokens = usage.prompt_tokens,
-            cached = usage.cached_tokens,
-            blocks_from_disk,
-            skipped_because,
-            chunks = chunks.len(),
-            preemptions,
-            queue_us = usage.queue_us,
-            "ended"
-        );
-        let mut records = lock(&self.records);
-        if records.len() == MAX_RECORDS {
-            records.pop_front();
-        }
-        records.push_back(record);
     }
 
     fn admit(&mut self, now_us: u64) {
@@ -322,9 +316,14 @@ impl<R: StepRunner> Core<R> {
             if live.started_us.is_none() {
                 live.started_us = Some(now_us);
                 live.cached_tokens = live.num_computed_tokens;
+                live.cached_tokens_from_disk = match (&self.prefixes, &live.thread) {
+                    (Some(prefixes), Some(thread)) => prefixes.tokens_from_disk(thread).min(live.cached_tokens),
+                    _ => 0,
+                };
                 let mut status = lock(&self.status);
                 status.queued = status.queued.saturating_sub(1);
                 status.cached_tokens_total += live.cached_tokens as u64;
+                status.cached_tokens_from_disk_total += live.cached_tokens_from_disk as u64;
             }
         }
     }
@@ -349,7 +348,7 @@ impl<R: StepRunner> Core<R> {
         }
         for id in plan.exhausted {
             let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
-            live.fail("the sequence has outgrown the memory");
+            live.finish(FinishReason::MemoryFull);
         }
         if !plan.parts.is_empty() {
             self.submit_step(lane, plan.parts);
@@ -373,6 +372,11 @@ impl<R: StepRunner> Core<R> {
         match submitted {
             Ok(ticket) => {
                 for part in parts.iter().filter(|_| lane == Lane::Prefill) {
+                    let mut status = lock(&self.status);
+                    for narrowing in &part.chunk.narrowed_by {
+                        *status.narrowed_total.entry(narrowing.rule).or_default() += 1;
+                    }
+                    drop(status);
                     let live = self.requests.get_mut(&part.request).expect("taken from the table");
                     if live.notes.chunks.len() < MAX_CHUNK_RECORDS {
                         live.notes.chunks.push(part.chunk.clone());
@@ -426,12 +430,14 @@ impl<R: StepRunner> Core<R> {
         match self.runner.wait(timeout) {
             Ok(None) => {}
             Ok(Some(result)) => {
+                self.runner.node_totals(&mut lock(&self.status).nodes);
                 let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
                 let now_us = now_us(&self.runner);
                 self.take_results(&step, result, now_us);
             }
             Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
                 tracing::error!(%step, reason, "a step failed");
+                self.runner.node_totals(&mut lock(&self.status).nodes);
                 let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
                 self.scheduler.abandon(failed.lane);
                 for (id, _) in failed.parts {
@@ -447,6 +453,14 @@ impl<R: StepRunner> Core<R> {
 
     fn take_results(&mut self, step: &InFlight, result: StepResult, now_us: u64) {
         self.scheduler.complete(step.lane, now_us, result.elapsed_us, result.longest_node_us);
+        {
+            let mut status = lock(&self.status);
+            let totals = if step.lane == Lane::Decode { &mut status.decode } else { &mut status.prefill };
+            let StepTotals { steps, tokens, busy_us } = totals;
+            *steps += 1;
+            *tokens += step.parts.iter().map(|(_, width)| *width as u64).sum::<u64>();
+            *busy_us += result.elapsed_us;
+        }
         for ((id, width), mut logits) in step.parts.iter().zip(result.logits) {
             self.store(*id);
             let live = self.requests.get_mut(id).expect("requests outlive their steps");
@@ -499,14 +513,12 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
         cache: options.cache_bytes > 0,
         snapshot_spacing: options.snapshot_spacing,
     };
-    let decode_bytes = runner.step_bytes(options.max_running);
     // Half of the memory at most is for the values of steps.
     let fits = |rows: usize| {
-        options.memory_bytes == u64::MAX
-            || runner.step_bytes(rows).saturating_add(decode_bytes) <= options.memory_bytes / 2
+        options.memory_bytes == u64::MAX || steps_bytes(runner, rows, options.max_running) <= options.memory_bytes / 2
     };
     let geometry = Geometry::resolve(&request, fits);
-    let steps = runner.step_bytes(geometry.step).saturating_add(decode_bytes);
+    let steps = steps_bytes(runner, geometry.step, options.max_running);
     Limits {
         geometry,
         budget_tokens: geometry.step,
@@ -520,6 +532,12 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
         },
         state_cost: StateCost { fixed_bytes: shape.fixed_bytes(), bytes_per_block: shape.bytes_per_block() },
     }
+}
+
+/// Bytes of the values of a prefill and a decode step, which may be in flight side by side.
+fn steps_bytes(runner: &impl StepRunner, step: usize, max_running: usize) -> u64 {
+    // Prompt chunks want no logits; of each sequence that decodes there is one row, and its logits.
+    runner.step_bytes(step, 0).saturating_add(runner.step_bytes(max_running, max_running))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

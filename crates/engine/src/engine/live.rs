@@ -30,11 +30,13 @@ pub(super) struct Live {
     pub(super) thread: Option<Thread>,
     /// Tokens it had when it first started.
     pub(super) cached_tokens: usize,
-    /// Filled as it goes; see [`Self::record`].
+    /// Those of them that came from disk.
+    pub(super) cached_tokens_from_disk: usize,
+    /// Filled as it goes; see [`Self::report_end`].
     pub(super) notes: RequestRecord,
     sink: Box<dyn EventSink>,
     history: History,
-    submitted_us: u64,
+    pub(super) submitted_us: u64,
     first_token_us: Option<u64>,
     last_token_us: Option<u64>,
 }
@@ -56,6 +58,7 @@ impl Live {
             started_us: None,
             thread: None,
             cached_tokens: 0,
+            cached_tokens_from_disk: 0,
             notes: RequestRecord { request: Some(id), ..RequestRecord::default() },
             sink,
             history,
@@ -72,7 +75,7 @@ impl Live {
     pub(super) fn report_prefill(&mut self) {
         // Progress is news, not content: nobody waits for room for it.
         if self.pending.is_empty() {
-            let event = Event::Prefilled { num_computed_tokens: self.num_computed_tokens };
+            let event = Event::Prefilled { num_computed_tokens: self.num_computed_tokens, usage: self.usage() };
             if self.sink.offer(&event) == Delivery::Gone {
                 self.end();
             }
@@ -136,6 +139,7 @@ impl Live {
     pub(super) fn finish(&mut self, reason: FinishReason) {
         if !self.ended {
             self.ended = true;
+            self.notes.finish = Some(reason);
             let usage = self.usage();
             self.send(Event::Finished { reason, usage });
         }
@@ -145,6 +149,7 @@ impl Live {
     pub(super) fn fail(&mut self, message: &str) {
         if !self.ended {
             self.ended = true;
+            self.notes.failure = Some(message.to_owned());
             self.send(Event::Failed { message: message.to_owned() });
         }
     }
@@ -173,13 +178,15 @@ impl Live {
         self.pending.clear();
     }
 
-    /// How it was served so far.
-    pub(super) fn record(&mut self) -> RequestRecord {
+    /// Says how it was served.
+    pub(super) fn report_end(&mut self) {
         self.notes.usage = self.usage();
-        if let Some(thread) = &self.thread {
-            thread.note(&mut self.notes);
+        match &self.thread {
+            // The last token is known and not computed.
+            Some(thread) => thread.note(self.tokens.len() - 1, &mut self.notes),
+            None => self.notes.skipped_because = Some("no_cache"),
         }
-        self.notes.clone()
+        self.sink.ended(&self.notes);
     }
 
     fn usage(&self) -> Usage {
@@ -187,6 +194,7 @@ impl Live {
         Usage {
             prompt_tokens: self.prompt_tokens,
             cached_tokens: self.cached_tokens,
+            cached_tokens_from_disk: self.cached_tokens_from_disk,
             completion_tokens: self.num_generated(),
             queue_us: between(Some(self.submitted_us), self.started_us),
             prefill_us: between(self.started_us, self.first_token_us),

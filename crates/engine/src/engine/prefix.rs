@@ -12,7 +12,7 @@ use troika_device::{SequenceState, StateShape};
 use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, Skip};
 
 use super::disk::{Disk, DiskTier};
-use crate::api::{CacheStatus, RequestRecord};
+use crate::api::{CacheStatus, Divergence, RequestRecord};
 
 /// Version of what a block and a boundary hold.
 pub(super) const LAYOUT_VERSION: u32 = 1;
@@ -21,6 +21,7 @@ pub(super) const LAYOUT_VERSION: u32 = 1;
 #[derive(Debug)]
 pub(super) struct Thread {
     root: BlockHash,
+    block_tokens: usize,
     /// Names of the whole blocks of its tokens, as far as they were needed.
     chain: Vec<BlockHash>,
     /// Leading blocks that are stored.
@@ -34,8 +35,8 @@ pub(super) struct Thread {
     skipped: Option<Skip>,
     /// Blocks brought up from disk for it.
     from_disk: usize,
-    /// Tokens of the blocks that another sequence had left, if it went another way from there.
-    diverged_after: Option<usize>,
+    /// Where the sequence parted from everything that others had left.
+    diverged: Option<Divergence>,
 }
 
 /// A place to resume.
@@ -50,11 +51,19 @@ pub(super) struct Prefixes {
     cache: Cache,
     block_tokens: usize,
     granule: usize,
-    blocks: BTreeMap<BlockId, Arc<BlockRows>>,
+    blocks: BTreeMap<BlockId, Kept>,
+    /// Tokens of each block, by the name of the block before it: to say where a prompt parts from what is kept.
+    tokens: BTreeMap<(BlockHash, BlockId), Box<[u32]>>,
     boundaries: BTreeMap<BlockId, Arc<Boundary>>,
     identity: CacheIdentity,
     disk: Option<Disk>,
     status: CacheStatus,
+}
+
+/// What is held of a block.
+struct Kept {
+    rows: Arc<BlockRows>,
+    parent: BlockHash,
 }
 
 /// What all blocks of an engine depend on.
@@ -72,6 +81,7 @@ impl Prefixes {
             block_tokens,
             granule,
             blocks: BTreeMap::new(),
+            tokens: BTreeMap::new(),
             boundaries: BTreeMap::new(),
             identity,
             disk: None,
@@ -104,6 +114,7 @@ impl Prefixes {
         };
         Thread {
             root: identity.root(),
+            block_tokens: self.block_tokens,
             chain: Vec::new(),
             stored: 0,
             last: None,
@@ -111,7 +122,7 @@ impl Prefixes {
             answer_boundary: None,
             skipped: None,
             from_disk: 0,
-            diverged_after: None,
+            diverged: None,
         }
     }
 
@@ -119,11 +130,11 @@ impl Prefixes {
     pub(super) fn lookup(&mut self, thread: &mut Thread, tokens: &[u32], shape: &StateShape) -> Option<Hit> {
         let wanted = (tokens.len() - 1) / self.block_tokens;
         thread.name_blocks(tokens, self.block_tokens, wanted);
-        thread.from_disk += self.bring_up(&thread.chain[..wanted], shape);
+        thread.from_disk += self.bring_up(thread, &tokens[..wanted * self.block_tokens], shape);
         let found = self.cache.lookup(&thread.chain[..wanted]);
         thread.matched = found.matched;
-        if thread.diverged_after.is_none() && found.matched > 0 && found.matched < wanted {
-            thread.diverged_after = Some(found.matched * self.block_tokens);
+        if thread.diverged.is_none() {
+            thread.diverged = self.divergence(thread, tokens);
         }
         let lease = found.lease?;
         let hit = self.attach(&found.blocks, shape);
@@ -134,22 +145,42 @@ impl Prefixes {
         Some(hit)
     }
 
+    /// Where `tokens` part from every block that memory has after those they matched; `None` if they do not, or there is
+    /// none.
+    fn divergence(&self, thread: &Thread, tokens: &[u32]) -> Option<Divergence> {
+        let start = thread.matched * self.block_tokens;
+        let (own, parent) = (&tokens[start..], thread.parent_of(thread.matched));
+        let children = self.tokens.range((parent, BlockId(0))..=(parent, BlockId(u64::MAX)));
+        let in_common = |kept: &[u32]| kept.iter().zip(own).take_while(|(kept, own)| kept == own).count();
+        let longest = children.map(|(_, kept)| in_common(kept)).max()?;
+        let (position, length) = (start + longest, own.len().min(self.block_tokens));
+        (position > 0 && longest < length).then(|| Divergence { position, token: tokens[position] })
+    }
+
+    /// Tokens of the blocks that were brought up from disk for a sequence.
+    pub(super) fn tokens_from_disk(&self, thread: &Thread) -> usize {
+        thread.from_disk * self.block_tokens
+    }
+
     /// Brings into memory what only the disk has of a prefix, if a sequence can then resume later than otherwise. Returns
     /// the number of blocks.
-    fn bring_up(&mut self, chain: &[BlockHash], shape: &StateShape) -> usize {
+    fn bring_up(&mut self, thread: &Thread, tokens: &[u32], shape: &StateShape) -> usize {
+        let chain = &thread.chain[..tokens.len() / self.block_tokens];
         let Some(disk) = &mut self.disk else { return 0 };
         let count = disk.peek(chain);
         if count <= self.cache.peek(chain) {
             return 0;
         }
         let (mut parent, mut evicted, mut from_disk) = (None, Vec::new(), 0);
-        for name in &chain[..count] {
+        for (index, (name, tokens)) in chain[..count].iter().zip(tokens.chunks(self.block_tokens)).enumerate() {
             let known = self.cache.block(name);
             let id = match known {
                 Some(id) => Some(id),
                 None => disk.read_rows(*name, shape).and_then(|rows| {
-                    let (id, _) = self.cache.insert(parent, *name, rows.bytes(), &mut evicted).ok()?;
-                    self.blocks.insert(id, Arc::new(rows));
+                    let (id, _) = self.cache.insert(parent, *name, bytes_of(&rows, tokens), &mut evicted).ok()?;
+                    let parent = thread.parent_of(index);
+                    self.tokens.insert((parent, id), tokens.into());
+                    self.blocks.insert(id, Kept { rows: Arc::new(rows), parent });
                     from_disk += 1;
                     Some(id)
                 }),
@@ -171,7 +202,8 @@ impl Prefixes {
     }
 
     fn attach(&self, ids: &[BlockId], shape: &StateShape) -> Option<Hit> {
-        let blocks: Option<Vec<Arc<BlockRows>>> = ids.iter().map(|id| self.blocks.get(id).cloned()).collect();
+        let blocks: Option<Vec<Arc<BlockRows>>> =
+            ids.iter().map(|id| self.blocks.get(id).map(|kept| Arc::clone(&kept.rows))).collect();
         let boundary = self.boundaries.get(ids.last()?)?;
         match SequenceState::attach(shape, &blocks?, boundary) {
             Ok(state) => Some(Hit { state, len: boundary.len }),
@@ -217,15 +249,15 @@ impl Prefixes {
         }
         thread.name_blocks(tokens, self.block_tokens, whole);
         let mut evicted = Vec::new();
-        let mut result = self.store_blocks(thread, whole, state, &mut evicted);
+        let mut result = self.store_blocks(thread, tokens, whole, state, &mut evicted);
         if result == Err(Skip::NoParent) {
             // What the sequence resumed from was evicted meanwhile, but it has all of it.
             (thread.stored, thread.last, thread.answer_boundary) = (0, None, None);
-            result = self.store_blocks(thread, whole, state, &mut evicted);
+            result = self.store_blocks(thread, tokens, whole, state, &mut evicted);
         }
         if let Err(skip) = result {
             thread.skipped = Some(skip);
-            self.status.skipped += (whole - thread.stored) as u64;
+            self.count_skipped(skip, (whole - thread.stored) as u64);
             tracing::debug!(reason = skip.name(), "a sequence is no longer stored");
         }
         for boundary in boundaries {
@@ -238,23 +270,26 @@ impl Prefixes {
     fn store_blocks(
         &mut self,
         thread: &mut Thread,
+        tokens: &[u32],
         whole: usize,
         state: &SequenceState,
         evicted: &mut Vec<Evicted>,
     ) -> Result<(), Skip> {
         while thread.stored < whole {
             let Some(rows) = state.block(thread.stored, self.block_tokens) else { return Ok(()) };
-            let (id, is_new) = self.cache.insert(thread.last, thread.chain[thread.stored], rows.bytes(), evicted)?;
+            let tokens = &tokens[thread.stored * self.block_tokens..][..self.block_tokens];
+            let (name, parent) = (thread.chain[thread.stored], thread.parent_of(thread.stored));
+            let (id, is_new) = self.cache.insert(thread.last, name, bytes_of(&rows, tokens), evicted)?;
             // At once, since making room may evict what has just come in.
             self.drop_evicted(evicted);
             evicted.clear();
             if is_new {
                 let rows = Arc::new(rows);
                 if let Some(disk) = &mut self.disk {
-                    let (depth, name) = (thread.stored as u32 + 1, thread.chain[thread.stored]);
-                    disk.put_rows(depth, thread.parent_of(thread.stored), name, &rows);
+                    disk.put_rows(thread.stored as u32 + 1, parent, name, &rows);
                 }
-                self.blocks.insert(id, rows);
+                self.tokens.insert((parent, id), tokens.into());
+                self.blocks.insert(id, Kept { rows, parent });
             }
             thread.last = Some(id);
             thread.stored += 1;
@@ -283,17 +318,26 @@ impl Prefixes {
                 }
             }
             Ok(false) => {}
-            Err(_) => self.status.skipped += 1,
+            Err(skip) => self.count_skipped(skip, 1),
         }
         self.drop_evicted(evicted);
         evicted.clear();
+    }
+
+    fn count_skipped(&mut self, skip: Skip, count: u64) {
+        match skip {
+            Skip::NoParent => self.status.skipped_no_parent += count,
+            Skip::NoRoom => self.status.skipped_no_room += count,
+        }
     }
 
     fn drop_evicted(&mut self, evicted: &[Evicted]) {
         for evicted in evicted {
             match evicted {
                 Evicted::Block(id) => {
-                    self.blocks.remove(id);
+                    if let Some(kept) = self.blocks.remove(id) {
+                        self.tokens.remove(&(kept.parent, *id));
+                    }
                     self.boundaries.remove(id);
                 }
                 Evicted::Boundary(id) => {
@@ -327,7 +371,9 @@ impl Prefixes {
         self.cache.check_invariants();
         assert_eq!(self.blocks.len(), self.cache.num_blocks(), "rows of every block, and no others");
         assert!(self.boundaries.keys().all(|id| self.cache.has_boundary(*id)), "a boundary the index does not know");
-        let rows: u64 = self.blocks.values().map(|block| block.bytes()).sum();
+        let tokens_of = |id: &BlockId, kept: &Kept| self.tokens[&(kept.parent, *id)].len() as u64 * 4;
+        let rows: u64 = self.blocks.iter().map(|(id, kept)| kept.rows.bytes() + tokens_of(id, kept)).sum();
+        assert_eq!(self.tokens.len(), self.blocks.len(), "tokens of every block, and of no others");
         let boundaries: u64 = self.boundaries.values().map(|boundary| boundary.bytes()).sum();
         assert_eq!(rows + boundaries, self.cache.used_bytes(), "bytes held and bytes counted");
     }
@@ -335,11 +381,13 @@ impl Prefixes {
 
 impl Thread {
     /// What the cache knows of the sequence.
-    pub(super) fn note(&self, record: &mut RequestRecord) {
-        record.blocks_from_disk = self.from_disk;
-        record.diverged_after = self.diverged_after;
+    pub(super) fn note(&self, computed: usize, record: &mut RequestRecord) {
+        record.diverged = self.diverged;
         record.stored_blocks = self.stored;
-        record.skipped_because = self.skipped.map(Skip::name);
+        if let Some(skip) = self.skipped {
+            record.skipped_blocks = (computed / self.block_tokens).saturating_sub(self.stored);
+            record.skipped_because = Some(skip.name());
+        }
     }
 
     /// Name of the block before block `index`.
@@ -356,4 +404,9 @@ impl Thread {
             self.chain.push(name);
         }
     }
+}
+
+/// Bytes that a block's rows and tokens take.
+fn bytes_of(rows: &BlockRows, tokens: &[u32]) -> u64 {
+    rows.bytes() + tokens.len() as u64 * 4
 }

@@ -1,11 +1,12 @@
 //! Nothing is computed twice, and nobody can tell by the tokens: cold, cached, chunked otherwise, preempted, among others.
 
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use troika_base::RequestId;
-use troika_engine::api::{Event, FinishReason, GenerateRequest, Generator, Rule, Sampling, Usage};
+use troika_engine::api::{
+    Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, RequestRecord, Rule, Sampling, Usage,
+};
 use troika_engine::{Engine, EngineOptions, StepRunner};
 
 use crate::serving::{Channel, LIMITS, wait_until};
@@ -40,6 +41,28 @@ pub(crate) fn answer(engine: &Engine, request: GenerateRequest) -> (Vec<(u32, u3
             end => panic!("ended with {end:?}"),
         }
     }
+}
+
+/// Hears nothing but how a request was served.
+struct Recorder(Sender<RequestRecord>);
+
+impl EventSink for Recorder {
+    fn offer(&mut self, _: &Event) -> Delivery {
+        Delivery::Taken
+    }
+
+    fn ended(&mut self, record: &RequestRecord) {
+        let _ = self.0.send(record.clone());
+    }
+}
+
+fn record(engine: &Engine, request: GenerateRequest) -> RequestRecord {
+    let (sender, records) = channel();
+    let id = engine.submit(request, Box::new(Recorder(sender))).expect("accepted");
+    let record = records.recv_timeout(Duration::from_secs(60)).expect("it ends");
+    assert_eq!(record.request, Some(id));
+    assert_eq!(records.recv().ok(), None, "it is told once");
+    record
 }
 
 #[test]
@@ -106,19 +129,43 @@ fn a_prefix_that_two_prompts_share_serves_the_third() {
 fn a_record_says_how_a_request_was_served() {
     let engine = engine(CACHED);
     let shared = tokens(3, 300);
-    answer(&engine, request([shared.clone(), tokens(11, 200)].concat(), 2));
-    answer(&engine, request([shared.clone(), tokens(12, 200)].concat(), 2));
-    answer(&engine, request([shared, tokens(13, 200)].concat(), 2));
-    wait_until("all have ended", || engine.status().requests_total == 3);
-    let record = |id| engine.record(RequestId(id)).expect("it ended a moment ago");
-    let edges = |id| record(id).chunks.iter().map(|chunk| (chunk.start, chunk.width)).collect::<Vec<_>>();
-    assert_eq!((edges(1), edges(2)), (vec![(0, 256), (256, 243)], vec![(0, 256), (256, 243)]));
-    assert_eq!(edges(3), [(256, 243)]);
-    assert_eq!(record(3).chunks[0].narrowed_by.last().map(|n| (n.rule, n.after)), Some((Rule::Remaining, 243)));
-    assert_eq!([1, 2, 3].map(|id| record(id).diverged_after), [None, Some(256), Some(256)]);
-    assert_eq!([1, 2, 3].map(|id| record(id).usage.cached_tokens), [0, 0, 256]);
-    assert_eq!((record(3).stored_blocks, record(3).skipped_because, record(3).preemptions), (3, None, 0));
-    assert_eq!(engine.record(RequestId(99)), None);
+    let records = [11, 12, 13].map(|seed| record(&engine, request([shared.clone(), tokens(seed, 200)].concat(), 2)));
+    let edges = |record: &RequestRecord| record.chunks.iter().map(|c| (c.start, c.width)).collect::<Vec<_>>();
+    assert_eq!(edges(&records[0]), [(0, 256), (256, 243)]);
+    assert_eq!(edges(&records[1]), edges(&records[0]));
+    assert_eq!(edges(&records[2]), [(256, 243)]);
+    let third = &records[2];
+    assert_eq!(third.chunks[0].narrowed_by.last().map(|n| (n.rule, n.after)), Some((Rule::Remaining, 243)));
+    let diverged = records.each_ref().map(|record| record.diverged.map(|at| at.position));
+    assert_eq!(diverged, [None, Some(300), Some(300)]);
+    assert_eq!(third.diverged.map(|at| at.token), Some(tokens(13, 1)[0]));
+    assert_eq!(records.each_ref().map(|record| record.usage.cached_tokens), [0, 0, 256]);
+    assert_eq!(records.each_ref().map(|record| record.finish), [Some(FinishReason::Length); 3]);
+    assert_eq!((third.stored_blocks, third.skipped_because, third.preemptions), (3, None, 0));
+    let status = engine.status();
+    assert_eq!(status.narrowed_total.get(&Rule::Remaining), Some(&3));
+    // Of each prompt all but the last token; the third resumed after 256. Each answer has two tokens.
+    assert_eq!((status.prefill.steps, status.prefill.tokens), (5, 499 + 499 + 243));
+    assert_eq!((status.decode.steps, status.decode.tokens), (6, 6));
+    assert!(status.prefill.busy_us > 0 && status.decode.busy_us > 0);
+    assert!(status.nodes.iter().any(|node| node.kind == "embed" && node.completed == 11), "{:?}", status.nodes);
+    assert!(status.nodes.iter().all(|node| node.submitted == node.completed && node.failed == 0));
+}
+
+/// To the token, also within the first block, and not where the kept prefix or the prompt merely ends.
+#[test]
+fn where_a_prompt_parts_from_what_is_kept() {
+    let engine = engine(CACHED);
+    let kept = tokens(21, 300);
+    let at = |position: usize| {
+        let mut prompt = kept.clone();
+        prompt[position] = (prompt[position] + 1) % 383;
+        prompt
+    };
+    let prompts = [kept.clone(), at(200), at(7), kept[..200].to_vec(), [kept.clone(), tokens(22, 100)].concat(), at(0)];
+    let diverged = |prompt: &Vec<u32>| record(&engine, request(prompt.clone(), 1)).diverged;
+    let found: Vec<_> = prompts.iter().map(|prompt| diverged(prompt).map(|at| (at.position, at.token))).collect();
+    assert_eq!(found, [None, Some((200, prompts[1][200])), Some((7, prompts[2][7])), None, None, None]);
 }
 
 #[test]
@@ -130,6 +177,18 @@ fn a_small_cache_keeps_its_limit() {
         assert!(cache.used_bytes <= cache.limit_bytes, "{cache:?}");
     }
     assert!(engine.status().cache.evicted > 0, "{:?}", engine.status().cache);
+}
+
+#[test]
+fn what_is_not_stored_has_a_reason() {
+    // Not even one block fits.
+    let tiny = engine(EngineOptions { cache_bytes: 1000, ..CACHED });
+    let skipped = record(&tiny, request(tokens(1, 400), 2));
+    assert_eq!((skipped.stored_blocks, skipped.skipped_blocks, skipped.skipped_because), (0, 3, Some("no_room")));
+    assert_eq!((tiny.status().cache.skipped_no_parent, tiny.status().cache.used_bytes), (0, 0));
+    assert!(tiny.status().cache.skipped_no_room >= 2, "{:?}", tiny.status().cache);
+    let without = record(&engine(LIMITS), request(tokens(1, 400), 2));
+    assert_eq!((without.stored_blocks, without.skipped_because), (0, Some("no_cache")));
 }
 
 #[test]

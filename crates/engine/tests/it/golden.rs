@@ -8,7 +8,7 @@ use troika_testkit::compare::assert_same_bits;
 use troika_testkit::golden::Golden;
 use troika_testkit::{argmax, assert_close, assert_equal};
 
-use crate::support::{CHECKPOINTS, checkpoint, chunked, feed, one_shot, open, options};
+use crate::support::{CHECKPOINTS, checkpoint, chunked, feed, kept_rows, one_shot, open, options};
 
 /// Bound for logits and for layer-by-layer values.
 const LOGITS: f64 = 2e-4;
@@ -62,11 +62,6 @@ fn golden_logits_plain_bf16() {
 #[test]
 fn golden_logits_mlx_layout() {
     golden_logits(CHECKPOINTS[2]);
-}
-
-/// The rows of `values [rows, cols]` that the golden file keeps.
-fn kept_rows(values: &[f32], cols: usize, rows: &[i64]) -> Vec<f32> {
-    rows.iter().flat_map(|row| &values[*row as usize * cols..][..cols]).copied().collect()
 }
 
 fn debug_layer(golden: &Golden, forward: &Forward, layer: u16, rows: &[i64], num_tokens: usize) {

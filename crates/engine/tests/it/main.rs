@@ -3,6 +3,7 @@
 mod cache;
 mod contract;
 mod disk;
+mod errors;
 mod golden;
 mod hybrid;
 mod sampling;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling, SubmitError};
-use troika_engine::{Engine, EngineOptions};
+use troika_engine::{Engine, EngineOptions, StepRunner};
 
 use crate::support::{open, options};
 
@@ -109,6 +109,49 @@ fn the_context_is_a_limit() {
     let (sender, _receiver) = channel();
     let refused = engine.submit(request(1, 64, 1), Box::new(Channel(sender)));
     assert_eq!(refused, Err(SubmitError::TooLong { prompt_tokens: 64, max_context_tokens: 64 }));
+}
+
+/// Whether it waits or runs, a request ends when its time is over, and what it has is freed.
+#[test]
+fn deadlines_end_requests() {
+    let engine = engine(EngineOptions { max_running: 1, ..LIMITS });
+    let mut running = request(1, 50, 400);
+    running.service.deadline = Some(Duration::from_millis(30));
+    let (running, waiting) = (start(&engine, running), {
+        let mut waiting = request(2, 50, 4);
+        waiting.service.deadline = Some(Duration::ZERO);
+        start(&engine, waiting)
+    });
+    let ends_late = |events: &Receiver<Event>| match collect(events) {
+        (tokens, Event::Finished { reason: FinishReason::DeadlinePassed, usage }) => (tokens.len(), usage),
+        end => panic!("ended with {end:?}"),
+    };
+    assert_eq!(ends_late(&waiting).0, 0);
+    let (tokens, usage) = ends_late(&running);
+    assert!(tokens < 400 && usage.completion_tokens == tokens, "{usage:?}");
+    assert_eq!(collect(&start(&engine, request(3, 50, 2))).0.len(), 2, "the place is free");
+    wait_until("gauges return to zero", || engine.status().running == 0 && engine.status().requests_total == 3);
+    assert_eq!((engine.status().expired_total, engine.status().cancelled_total), (2, 0));
+}
+
+/// A prompt that no memory would hold is refused with the numbers; an answer that outgrows it ends as at the context's end.
+#[test]
+fn memory_is_a_limit() {
+    let roomy = EngineOptions { memory_bytes: 1 << 30, max_running: 1, ..LIMITS };
+    let values_bytes = engine(roomy).status().step_bytes;
+    let runner = open("tiny-bf16", options());
+    let shape = runner.state_shape();
+    let state_bytes = shape.fixed_bytes() + 2 * shape.bytes_per_block();
+    let engine = engine(EngineOptions { memory_bytes: values_bytes + state_bytes, ..roomy });
+    assert_eq!(engine.status().state_bytes_limit, state_bytes);
+    let (sender, _receiver) = channel();
+    let refused = engine.submit(request(1, 300, 1), Box::new(Channel(sender)));
+    let need_bytes = shape.fixed_bytes() + 3 * shape.bytes_per_block();
+    assert_eq!(refused, Err(SubmitError::NeverFits { prompt_tokens: 300, need_bytes, limit_bytes: state_bytes }));
+    let (tokens, end) = collect(&start(&engine, request(1, 100, 400)));
+    assert!(matches!(end, Event::Finished { reason: FinishReason::MemoryFull, .. }), "{end:?}");
+    assert_eq!(tokens.len(), 2 * shape.block_tokens() - 100, "two blocks are full");
+    wait_until("its state is freed", || engine.status().state_bytes_reserved == 0);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use troika_testkit::oracle_dir;
 pub(crate) const CHECKPOINTS: [&str; 3] = ["tiny", "tiny-bf16", "tiny-mlx"];
 
 /// Classes whose row contract is tested: `official` runs the kernels of `exact`.
-pub(crate) const CLASSES: [NumericClass; 2] = [NumericClass::Exact, NumericClass::Fast];
+pub(crate) const CLASSES: [NumericClass; 3] = [NumericClass::Exact, NumericClass::Fast, NumericClass::FastFp8Exact];
 
 pub(crate) fn options() -> RunnerOptions {
     options_for(NumericClass::Exact)
@@ -64,4 +64,9 @@ pub(crate) fn chunked(runner: &mut Runner, tokens: &[u32], sizes: &[usize]) -> V
     }
     runner.drop_sequence(sequence);
     logits
+}
+
+/// The rows of `values [rows, cols]` that the golden file keeps.
+pub(crate) fn kept_rows(values: &[f32], cols: usize, rows: &[i64]) -> Vec<f32> {
+    rows.iter().flat_map(|row| &values[*row as usize * cols..][..cols]).copied().collect()
 }

@@ -3,8 +3,9 @@
 use troika_base::{Format, StoredTensor};
 
 use super::{GROUP, STRIP};
-use crate::CpuLevel;
+use crate::Ctx;
 use crate::formats::{Matrix, bf16_to_f32};
+use crate::parallel::for_each_row2;
 
 /// Which column of a group stands at each place. A lane of 32 bits holds the low nibbles of four bytes of fp4 codes, the
 /// even columns, or their high nibbles, the odd ones; everything else follows this order.
@@ -59,13 +60,13 @@ impl Int8Matrix {
     }
 
     /// Rounds a tensor of any float format to eight bits per output and group of 32 columns: a copy of 17/16 bytes per
-    /// number. A group that holds a number which is not finite becomes NaN.
+    /// number. A group that holds a number which is not finite becomes NaN. The result depends on `w` alone.
     ///
     /// # Panics
     ///
     /// If `w` is a table of integers.
-    pub fn pack(w: &StoredTensor) -> Self {
-        Self::pack_groups(w, 1)
+    pub fn pack(ctx: Ctx, w: &StoredTensor) -> Self {
+        Self::pack_groups(ctx, w, 1)
     }
 
     /// As [`Self::pack`] with one scale per output, as fixed-shape engines want it. An output that holds a number which is
@@ -74,30 +75,31 @@ impl Int8Matrix {
     /// # Panics
     ///
     /// If `w` is a table of integers.
-    pub fn pack_channels(w: &StoredTensor) -> Self {
-        Self::pack_groups(w, w.cols().div_ceil(GROUP).max(1))
+    pub fn pack_channels(ctx: Ctx, w: &StoredTensor) -> Self {
+        Self::pack_groups(ctx, w, w.cols().div_ceil(GROUP).max(1))
     }
 
     /// `shared` groups of an output have one scale.
-    fn pack_groups(w: &StoredTensor, shared: usize) -> Self {
+    fn pack_groups(ctx: Ctx, w: &StoredTensor, shared: usize) -> Self {
         let (rows, cols) = (w.rows(), w.cols());
         let (strips, groups) = (rows.div_ceil(STRIP), cols.div_ceil(GROUP));
         let mut codes = vec![[0; STRIP * GROUP]; strips * groups];
         let mut scales = vec![[0; STRIP]; strips * groups];
-        let (source, level) = (Matrix::stored(w), CpuLevel::best());
-        let mut row = vec![0.0; groups * GROUP];
-        for output in 0..rows {
-            source.decode(level, output, 0, &mut row[..cols]);
-            let (strip, lane) = (output / STRIP, output % STRIP);
-            for (i, run) in row.as_chunks::<GROUP>().0.chunks(shared).enumerate() {
-                let scale = common_scale(run.as_flattened());
-                for (g, x) in (i * shared..).zip(run) {
-                    let (codes, scales) = (&mut codes[strip * groups + g], &mut scales[strip * groups + g]);
-                    round_group(x, scale, |place, code| codes[place / 4 * 32 + lane * 4 + place % 4] = code);
-                    scales[lane] = scale;
+        let source = Matrix::stored(w);
+        for_each_row2(ctx, &mut codes, groups, &mut scales, groups, |strip, codes, scales| {
+            let mut row = vec![0.0; groups * GROUP];
+            for (lane, output) in (strip * STRIP..rows.min((strip + 1) * STRIP)).enumerate() {
+                source.decode(ctx.level, output, 0, &mut row[..cols]);
+                let runs = row.as_chunks::<GROUP>().0.chunks(shared);
+                for ((run, codes), scales) in runs.zip(codes.chunks_mut(shared)).zip(scales.chunks_mut(shared)) {
+                    let scale = common_scale(run.as_flattened());
+                    for ((x, codes), scales) in run.iter().zip(codes).zip(scales) {
+                        round_group(x, scale, |place, code| codes[place / 4 * 32 + lane * 4 + place % 4] = code);
+                        scales[lane] = scale;
+                    }
                 }
             }
-        }
+        });
         Self { rows, cols, form: Form::Packed { codes, scales } }
     }
 

@@ -29,7 +29,7 @@ proptest! {
         // Several groups must fill strips.
         let per_group = if groups == 1 { strips * 8 + tail } else { strips * 8 };
         for format in [Format::Bf16, Format::Mxfp8, Format::Mxfp4] {
-            let w = Int8Matrix::pack_channels(&tensor(&mut noise, format, groups * per_group, fit_cols(format, k)));
+            let w = Int8Matrix::pack_channels(Ctx::serial(), &tensor(&mut noise, format, groups * per_group, fit_cols(format, k)));
             let x = noise.numbers(t * groups * w.cols());
             let cuts = cuts(&mut noise, per_group, parts);
             for par in [&Serial as &dyn Parallel, &Threads(3)] {
@@ -52,7 +52,7 @@ proptest! {
     fn channels_round_to_half_a_step_of_their_row(n in 1usize..40, k in 1usize..200, seed: u64) {
         let mut noise = Noise::new(seed);
         let w = tensor(&mut noise, Format::Bf16, n, k);
-        let packed = Int8Matrix::pack_channels(&w);
+        let packed = Int8Matrix::pack_channels(Ctx::serial(), &w);
         for (want, got) in to_f32(&w).chunks(k).zip(packed.to_f32().chunks(k)) {
             let amax = want.iter().fold(0.0f32, |max, x| max.max(x.abs()));
             let bound = f64::from(amax) / 254.0 * (1.0 + 1.0 / 127.0);

@@ -175,14 +175,14 @@ impl StepEmitter<'_> {
 
     fn kv_rounding(&self) -> RowRounding {
         match self.signature.class {
-            NumericClass::Exact | NumericClass::Fast => RowRounding::None,
+            NumericClass::Exact | NumericClass::Fast | NumericClass::FastFp8Exact => RowRounding::None,
             NumericClass::Official => RowRounding::Fp8NonRotary,
         }
     }
 
     fn index_rounding(&self) -> RowRounding {
         match self.signature.class {
-            NumericClass::Exact | NumericClass::Fast => RowRounding::None,
+            NumericClass::Exact | NumericClass::Fast | NumericClass::FastFp8Exact => RowRounding::None,
             NumericClass::Official => RowRounding::HadamardFp4,
         }
     }

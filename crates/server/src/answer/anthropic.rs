@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Answer, EventQueue, Format};
+use super::{Answer, EventQueue, Format, extension};
 use crate::{
     error::ApiError,
     generation::{Ending, Piece, Usage},
@@ -31,11 +31,18 @@ enum Block {
 
 fn usage_json(usage: Usage) -> Value {
     json!({
-        "input_tokens": usage.prompt - usage.cached,
+        "input_tokens": usage.prompt - usage.served.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached,
+        "cache_read_input_tokens": usage.served.cached_tokens,
         "output_tokens": usage.completion,
     })
+}
+
+/// Of an answer that is complete.
+fn final_usage_json(id: &str, usage: Usage) -> Value {
+    let mut json = usage_json(usage);
+    json["troika"] = extension(id, usage);
+    json
 }
 
 impl Anthropic {
@@ -43,7 +50,7 @@ impl Anthropic {
         Self { id, model_id, stops, open: None, num_blocks: 0, ending: None }
     }
 
-    fn message(&self, content: &[Value], ending: Option<Ending>, usage: Usage) -> Value {
+    fn message(&self, content: &[Value], ending: Option<Ending>, usage: &Value) -> Value {
         let (stop_reason, stop_sequence) = self.stop(ending);
         json!({
             "id": self.id,
@@ -53,7 +60,7 @@ impl Anthropic {
             "content": content,
             "stop_reason": stop_reason,
             "stop_sequence": stop_sequence,
-            "usage": usage_json(usage),
+            "usage": usage,
         })
     }
 
@@ -99,11 +106,11 @@ impl Anthropic {
 impl Format for Anthropic {
     fn whole(&mut self, answers: &[Answer], usage: Usage) -> Value {
         let Some(answer) = answers.first() else { unreachable!("there is one choice") };
-        self.message(&blocks(answer), answer.ending(), usage)
+        self.message(&blocks(answer), answer.ending(), &final_usage_json(&self.id, usage))
     }
 
     fn open(&mut self, _: usize, usage: Usage, events: &mut EventQueue) {
-        let message = self.message(&[], None, usage);
+        let message = self.message(&[], None, &usage_json(usage));
         events.named("message_start", &json!({"type": "message_start", "message": message}));
     }
 
@@ -134,7 +141,8 @@ impl Format for Anthropic {
     fn close(&mut self, usage: Usage, events: &mut EventQueue) {
         let (stop_reason, stop_sequence) = self.stop(self.ending);
         let delta = json!({"stop_reason": stop_reason, "stop_sequence": stop_sequence});
-        events.named("message_delta", &json!({"type": "message_delta", "delta": delta, "usage": usage_json(usage)}));
+        let usage = final_usage_json(&self.id, usage);
+        events.named("message_delta", &json!({"type": "message_delta", "delta": delta, "usage": usage}));
         events.named("message_stop", &json!({"type": "message_stop"}));
     }
 

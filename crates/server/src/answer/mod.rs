@@ -15,10 +15,11 @@ use axum::{
 };
 use futures_util::stream;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::time::timeout;
 
 use crate::{
+    activity::{millis, tier},
     error::ApiError,
     generation::{Ending, Generation, Piece, TokenLogprobs, Usage},
 };
@@ -42,6 +43,19 @@ pub(crate) trait Format: Send {
 
     /// What a stream says instead if there is no more. It must not look like an answer's end.
     fn fail(&mut self, error: &ApiError, usage: Usage, events: &mut EventQueue);
+}
+
+/// What we say of an answer beyond other servers: `troika` in its usage.
+fn extension(id: &str, usage: Usage) -> Value {
+    let served = &usage.served;
+    json!({
+        "request_id": id,
+        "cached_tokens": served.cached_tokens,
+        "cached_tier": tier(served),
+        "queue_ms": millis(served.queue_us),
+        "prefill_ms": millis(served.prefill_us),
+        "decode_ms": millis(served.decode_us),
+    })
 }
 
 /// One choice, put together: its pieces, neighbours of a kind joined.

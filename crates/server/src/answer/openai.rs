@@ -3,7 +3,7 @@
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::{Answer, Call, EventQueue, Format};
+use super::{Answer, Call, EventQueue, Format, extension};
 use crate::{
     error::ApiError,
     generation::{Ending, Piece, TokenChance, TokenLogprobs, Usage},
@@ -59,13 +59,14 @@ enum Said {
 }
 
 /// Token counts as OpenAI's clients see them.
-fn usage_json(usage: Usage) -> Value {
+fn usage_json(id: &str, usage: Usage) -> Value {
     json!({
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": {"cached_tokens": usage.served.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "troika": extension(id, usage),
     })
 }
 
@@ -114,7 +115,7 @@ impl Format for OpenAi {
         };
         let choices = answers.iter().enumerate().map(choice).collect();
         let object = if self.is_chat { "chat.completion" } else { "text_completion" };
-        json!(self.document(object, choices, Some(Some(usage_json(usage)))))
+        json!(self.document(object, choices, Some(Some(usage_json(&self.id, usage)))))
     }
 
     /// The first event of a chat names the role.
@@ -156,7 +157,7 @@ impl Format for OpenAi {
 
     fn close(&mut self, usage: Usage, events: &mut EventQueue) {
         if self.include_usage {
-            events.data(&self.document(self.chunk_name(), Vec::new(), Some(Some(usage_json(usage)))));
+            events.data(&self.document(self.chunk_name(), Vec::new(), Some(Some(usage_json(&self.id, usage)))));
         }
         events.done();
     }

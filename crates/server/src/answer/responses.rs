@@ -1,10 +1,8 @@
 //! Answers of `/v1/responses`.
 
-use std::sync::Arc;
-
 use serde_json::{Map, Value, json};
 
-use super::{Answer, EventQueue, Format};
+use super::{Answer, EventQueue, Format, extension};
 use crate::{
     body::BodyShare,
     error::ApiError,
@@ -17,7 +15,7 @@ pub(crate) type Echo = Map<String, Value>;
 
 /// Where a response will be kept, and what came before it.
 pub(crate) struct Keep {
-    pub(crate) store: Arc<ResponseStore>,
+    pub(crate) store: ResponseStore,
     pub(crate) items: ItemText,
 }
 
@@ -87,13 +85,14 @@ impl Item {
     }
 }
 
-fn usage_json(usage: Usage) -> Value {
+fn usage_json(id: &str, usage: Usage) -> Value {
     json!({
         "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached},
+        "input_tokens_details": {"cached_tokens": usage.served.cached_tokens},
         "output_tokens": usage.completion,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.completion,
+        "troika": extension(id, usage),
     })
 }
 
@@ -133,7 +132,7 @@ impl Responses {
             "model": self.model_id,
             "output": self.output,
             "truncation": "disabled",
-            "usage": usage.map(usage_json),
+            "usage": usage.map(|usage| usage_json(&self.id, usage)),
         });
         if let Some(document) = document.as_object_mut() {
             document.extend(self.echo.clone());

@@ -6,9 +6,11 @@ mod openai;
 mod responses;
 mod tools;
 
+use std::time::Duration;
+
 use axum::http::StatusCode;
 use serde_json::Value;
-use troika_engine::api::{MAX_TOP_LOGPROBS, Sampling};
+use troika_engine::api::{MAX_TOP_LOGPROBS, Sampling, Service, Urgency};
 use troika_prompt::{Conversation, Effort, LastAssistant, Message, ThinkingMode, ToolCall, UserBlock};
 
 use crate::{
@@ -31,6 +33,9 @@ const MAX_STOP_BYTES: usize = 4096;
 const MIN_TEMPERATURE: f32 = 1e-6;
 /// What `/v1/completions` generates unless asked otherwise.
 const DEFAULT_COMPLETION_TOKENS: usize = 16;
+/// Seconds that a client may give its request.
+const MIN_TIMEOUT_S: f32 = 0.001;
+const MAX_TIMEOUT_S: f32 = 86_400.0;
 /// Most answers to one prompt.
 const MAX_CHOICES: usize = 16;
 /// Most tokens whose logits a request may change.
@@ -50,10 +55,14 @@ pub(crate) struct Asked {
     pub(crate) num_choices: usize,
     /// The answer begins with the prompt.
     pub(crate) echo: bool,
+    /// Tokens that end an answer are tokens like others.
+    pub(crate) ignore_eos: bool,
     pub(crate) format: ReplyFormat,
     /// The parameter that says it.
     pub(crate) format_name: &'static str,
     pub(crate) delivery: Delivery,
+    /// How it stands among others; the tenant is for whoever knows it to fill in.
+    pub(crate) service: Service,
     /// What only the Responses API has.
     pub(crate) response: Option<ResponseAsked>,
 }
@@ -187,9 +196,11 @@ impl Asked {
             stops: Vec::new(),
             num_choices: 1,
             echo: false,
+            ignore_eos: false,
             format: ReplyFormat::Text,
             format_name: "response_format",
             delivery: Delivery::Whole,
+            service: Service { deadline: parse_timeout(fields)?, ..Service::default() },
             response: None,
         })
     }
@@ -221,6 +232,21 @@ fn parse_sampling(fields: &mut Fields, state: &ServerState) -> Result<Sampling, 
         presence_penalty: fields.number("presence_penalty", -2.0, 2.0)?.unwrap_or(0.0),
         repetition_penalty: fields.number("repetition_penalty", 0.01, 100.0)?.unwrap_or(1.0),
     })
+}
+
+fn parse_timeout(fields: &mut Fields) -> Result<Option<Duration>, ApiError> {
+    let seconds = fields.number("timeout", MIN_TIMEOUT_S, MAX_TIMEOUT_S)?;
+    Ok(seconds.map(Duration::from_secs_f32))
+}
+
+/// OpenAI's names of how urgent a request is.
+fn parse_service_tier(fields: &mut Fields) -> Result<Urgency, ApiError> {
+    match fields.text("service_tier")?.as_deref() {
+        None | Some("auto" | "default") => Ok(Urgency::Normal),
+        Some("flex") => Ok(Urgency::Low),
+        Some("priority") => Ok(Urgency::High),
+        Some(_) => Err(fields.unsupported("service_tier")),
+    }
 }
 
 /// 0 and -1 both mean all tokens: different servers taught clients different spellings.

@@ -1,12 +1,13 @@
 //! `/v1/chat/completions` and `/v1/completions`.
 
 use serde_json::Value;
+use troika_engine::api::Service;
 use troika_prompt::{Conversation, LastAssistant, Message, ToolCall, UserBlock};
 
 use super::{
     Asked, Chat, DEFAULT_COMPLETION_TOKENS, Delivery, MAX_CHOICES, MAX_TOP_LOGPROBS, Prompt, Thinking, ends_with_user,
-    parse_stops, parse_texts,
-    tools::{parse_format, parse_openai_choice, parse_openai_tools},
+    parse_service_tier, parse_stops, parse_texts,
+    tools::{ReplyFormat, parse_format, parse_openai_choice, parse_openai_tools},
 };
 use crate::{
     ServerState,
@@ -30,6 +31,7 @@ pub(super) fn parse_chat(fields: &mut Fields, state: &ServerState) -> Result<Ask
         }
         (old, new) => new.or(old),
     };
+    let urgency = parse_service_tier(fields)?;
     let top_logprobs = fields.count_to("top_logprobs", 0, MAX_TOP_LOGPROBS)?;
     let logprobs = match (fields.flag("logprobs")?.unwrap_or(false), top_logprobs) {
         (true, top) => Some(top.unwrap_or(0)),
@@ -41,10 +43,12 @@ pub(super) fn parse_chat(fields: &mut Fields, state: &ServerState) -> Result<Ask
     Ok(Asked {
         max_tokens,
         logprobs,
+        ignore_eos: parse_ignore_eos(fields, &format, asked.offers_tools())?,
         format,
         stops: parse_stops(fields, "stop")?,
         num_choices: fields.count_to("n", 1, MAX_CHOICES)?.unwrap_or(1),
         delivery: parse_delivery(fields)?,
+        service: Service { urgency, ..asked.service },
         ..asked
     })
 }
@@ -58,16 +62,29 @@ pub(super) fn parse_completion(fields: &mut Fields, state: &ServerState) -> Resu
         let message = "`echo` cannot be combined with `logprobs`: the prompt's tokens have none.";
         return Err(ApiError::invalid("echo", message));
     }
+    let format = parse_format(fields, "response_format")?;
     Ok(Asked {
         logprobs,
         echo,
-        format: parse_format(fields, "response_format")?,
+        ignore_eos: parse_ignore_eos(fields, &format, false)?,
+        format,
         max_tokens: Some(fields.count("max_tokens")?.unwrap_or(DEFAULT_COMPLETION_TOKENS)),
         stops: parse_stops(fields, "stop")?,
         num_choices: fields.count_to("n", 1, MAX_CHOICES)?.unwrap_or(1),
         delivery: parse_delivery(fields)?,
         ..asked
     })
+}
+
+/// vLLM's and llama.cpp's word for answers of a known length. What has a form has an end.
+fn parse_ignore_eos(fields: &mut Fields, format: &ReplyFormat, offers_tools: bool) -> Result<bool, ApiError> {
+    let ignore = fields.flag("ignore_eos")?.unwrap_or(false);
+    if ignore && (offers_tools || !matches!(format, ReplyFormat::Text)) {
+        let message =
+            "`ignore_eos` cannot be combined with `tools` or a `response_format`: their answers end by themselves.";
+        return Err(ApiError::invalid("ignore_eos", message));
+    }
+    Ok(ignore)
 }
 
 /// OpenAI's word for it, or DeepSeek's.

@@ -2,11 +2,12 @@
 
 use axum::http::StatusCode;
 use serde_json::{Value, json};
+use troika_engine::api::Service;
 use troika_prompt::{Conversation, LastAssistant, Message, ToolCall, UserBlock};
 
 use super::{
-    Asked, Chat, Prompt, ReplyFormat, ResponseAsked, Thinking, append, ends_with_user, model_turn, parse_stream,
-    parse_texts,
+    Asked, Chat, Prompt, ReplyFormat, ResponseAsked, Thinking, append, ends_with_user, model_turn, parse_service_tier,
+    parse_stream, parse_texts,
     tools::{parse_flat_tools, parse_format, parse_openai_choice},
 };
 use crate::{
@@ -84,6 +85,7 @@ pub(super) fn parse(fields: &mut Fields, state: &ServerState, store: &ResponseSt
         format_name: "text",
         max_tokens: fields.count("max_output_tokens")?,
         delivery: parse_stream(fields)?,
+        service: Service { urgency: parse_service_tier(fields)?, ..asked.service },
         response: Some(ResponseAsked { echo, store, items: item_text }),
         ..asked
     })

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use troika_engine::api::FinishReason;
 use troika_testkit::scripted::Act;
 
-use crate::{BOS, CHAT, COMPLETIONS, EOS, World, chat, completion, says};
+use crate::{BOS, CHAT, COMPLETIONS, EOS, World, chat, completion, says, split_usage};
 
 #[tokio::test]
 async fn models_are_listed() {
@@ -46,10 +46,20 @@ async fn a_completion() {
         "prompt_tokens": 2, "completion_tokens": 12, "total_tokens": 14, "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
     });
-    assert_eq!(reply["usage"], usage);
+    assert_eq!(split_usage(&reply["usage"]).0, usage);
     let request = &world.engine.requests()[0];
     assert_eq!(request.prompt, [BOS, 266]);
     assert_eq!(request.stop_tokens, [EOS]);
+}
+
+#[tokio::test]
+async fn an_answer_that_no_token_ends() {
+    let world = World::saying("Hi").await;
+    world.post(COMPLETIONS, &completion(json!({"ignore_eos": true, "max_tokens": 3}))).await.ok();
+    world.post(CHAT, &chat(json!({"ignore_eos": true, "max_tokens": 3}))).await.ok();
+    assert!(world.engine.requests().iter().all(|request| request.stop_tokens.is_empty()));
+    let format = json!({"ignore_eos": true, "response_format": {"type": "json_object"}});
+    world.post(CHAT, &chat(format)).await.refuses(400, "invalid_value", Some("ignore_eos"));
 }
 
 #[tokio::test]

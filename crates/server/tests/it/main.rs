@@ -4,6 +4,7 @@ mod access;
 mod answers;
 mod anthropic;
 mod client;
+mod diagnosis;
 mod lifecycle;
 mod page;
 mod parameters;
@@ -60,6 +61,7 @@ impl World {
             defaults: SamplingDefaults { temperature: 0.25, top_p: 0.75 },
             max_context_tokens: 4096,
             stop_tokens: vec![EOS],
+            numeric_class: "exact".into(),
             devices: vec!["a scripted engine".into()],
             degraded: None,
             access: Access::default(),
@@ -126,6 +128,16 @@ fn chat(more: Value) -> Value {
 
 fn completion(more: Value) -> Value {
     with(json!({"prompt": "hello", "max_tokens": 1000}), more)
+}
+
+/// A usage, and what it says of the request beyond other servers, of which the times differ every time.
+fn split_usage(usage: &Value) -> (Value, Value) {
+    let mut usage = usage.clone();
+    let extension = usage.as_object_mut().and_then(|usage| usage.remove("troika")).expect("the extension is there");
+    for time in ["queue_ms", "prefill_ms", "decode_ms"] {
+        assert!(extension[time].as_f64().is_some_and(|ms| ms >= 0.0), "{extension}");
+    }
+    (usage, extension)
 }
 
 fn with(mut body: Value, more: Value) -> Value {

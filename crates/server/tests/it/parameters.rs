@@ -16,12 +16,14 @@ fn example(name: &str, endpoint: Endpoint) -> Value {
         ("model", _) => json!("troika/nano"),
         ("messages", _) => json!([{"role": "user", "content": "x"}]),
         ("max_tokens" | "max_completion_tokens" | "max_output_tokens" | "top_k" | "seed" | "n", _)
-        | ("logprobs", Endpoint::Completions) => json!(3),
+        | ("logprobs" | "timeout", Endpoint::Completions) => json!(3),
+        ("timeout", _) => json!(30.5),
+        ("service_tier", _) => json!("priority"),
         ("temperature" | "top_p" | "min_p" | "frequency_penalty" | "presence_penalty" | "repetition_penalty", _) => {
             json!(0.5)
         }
         ("logit_bias", _) => json!({"7": -100, "8": 1.5}),
-        ("stream" | "echo" | "logprobs" | "parallel_tool_calls" | "store", _) => json!(true),
+        ("stream" | "echo" | "ignore_eos" | "logprobs" | "parallel_tool_calls" | "store", _) => json!(true),
         ("stream_options", _) => json!({"include_usage": true}),
         ("top_logprobs", _) => json!(2),
         ("tools", _) => json!([]),
@@ -161,7 +163,7 @@ async fn the_served_description_agrees() {
 #[tokio::test]
 async fn unknown_parameters_are_named() {
     let world = World::saying("x").await;
-    for name in ["temprature", "Temperature", "ignore_eos", "", "a b", "é"] {
+    for name in ["temprature", "Temperature", "use_beam_search", "", "a b", "é"] {
         for (path, body) in [(CHAT, chat(json!({name: 1}))), (COMPLETIONS, completion(json!({name: 1})))] {
             world.post(path, &body).await.refuses(400, "unsupported_parameter", Some(name));
         }

@@ -94,6 +94,7 @@ async fn values_that_are_wrong() {
     let cases = [
         ("temperature", vec![json!(-0.1), json!(2.1), json!("1"), json!(true), huge.clone(), json!({})]),
         ("top_p", vec![json!(-0.1), json!(1.01), json!([])]),
+        ("timeout", vec![json!(0), json!(-1), json!(86_401), json!("5")]),
         ("min_p", vec![json!(-0.1), json!(1.01)]),
         ("top_k", vec![json!(-2), json!(1.5), json!("1"), huge.clone()]),
         ("seed", vec![json!(1.5), json!("1"), huge.clone()]),
@@ -241,6 +242,8 @@ async fn a_full_queue_says_when_to_come_back() {
     for body in [chat(json!({})), chat(json!({"stream": true}))] {
         let reply = world.post(CHAT, &body).await;
         reply.refuses(429, "queue_full", None);
+        // What the engine reckons.
+        assert_eq!(reply.header("retry-after"), Some("7"));
         assert!(reply.header("retry-after").unwrap().parse::<u32>().unwrap() > 0);
     }
     world.engine.limit_requests(9);

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use troika_testkit::scripted::Act;
 
 use crate::{
-    World, client, says,
+    World, client, says, split_usage,
     tools::{dsml_call, spelled, texts},
     with,
 };
@@ -32,6 +32,9 @@ fn without_ids(mut response: Value) -> Value {
     for name in ["id", "created_at"] {
         response[name] = Value::Null;
     }
+    if response["usage"].is_object() {
+        response["usage"] = split_usage(&response["usage"]).0;
+    }
     for item in response["output"].as_array_mut().unwrap() {
         item["id"] = Value::Null;
         item.as_object_mut().unwrap().remove("call_id");
@@ -57,7 +60,7 @@ async fn a_response() {
         "input_tokens": 6, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": 3,
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 9,
     });
-    assert_eq!(reply["usage"], usage);
+    assert_eq!(split_usage(&reply["usage"]).0, usage);
 }
 
 #[tokio::test]
