@@ -8,11 +8,11 @@ use clap::Args;
 use sha2::{Digest, Sha256};
 use troika_base::NumericClass;
 use troika_device::map_file;
-use troika_engine::{Engines, Runner, RunnerOptions, Stage};
+use troika_engine::{Engines, Record, Runner, RunnerOptions, Stage, plan_engines};
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
-use crate::hybrid::HybridArgs;
+use crate::hybrid::{HybridArgs, Wish};
 use crate::{builtin, progress};
 
 /// Which model, and how it is computed.
@@ -118,6 +118,12 @@ impl OpenModel {
         spinner.finish_and_clear();
         hybrid.check_available(&runner.feature())?;
         Ok(runner)
+    }
+
+    /// What engines would do of the model's projections.
+    pub(crate) fn plan_engines(&self, wish: &Wish) -> Vec<Record> {
+        let (config, facts) = (self.config.model.clone(), self.facts.clone());
+        plan_engines(config, facts, &self.weights, &*wish.backend, &wish.options)
     }
 
     /// Bytes of the weights' files.

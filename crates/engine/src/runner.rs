@@ -11,10 +11,10 @@ use troika_device::cpu::{CpuDevice, CpuOptions};
 use troika_device::npu::NpuBackend;
 use troika_device::state::{LayerShape, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
-use troika_graph::{Acceptance, Scope, Segment, StepRows, WeightSource};
+use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
 use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
-use troika_runtime::prepare::{Record, Stage};
+use troika_runtime::prepare::{Record, Stage, dry_run};
 use troika_runtime::{
     DeviceId, Executor, ExecutorError, FeatureState, FinishedStep, HybridOptions, Lane, Ledger, Plan, Prepared,
     Priority, Step, Template, Ticket, prepare,
@@ -632,6 +632,24 @@ impl StepRunner for Runner {
             StepResult { ticket, logits, elapsed_us, longest_node_us }
         }))
     }
+}
+
+/// What engines would do, without touching a weight.
+pub fn plan_engines(
+    config: ModelConfig,
+    facts: ModelFacts,
+    weights: &dyn WeightSource,
+    backend: &dyn NpuBackend,
+    options: &HybridOptions,
+) -> Vec<Record> {
+    let graph = tile_graph(&Emitter::new(config, facts), NumericClass::Fast, options.tile);
+    dry_run(&graph, weights, backend.limits(), options)
+}
+
+/// A prefill step of one tile with every projection there is.
+fn tile_graph(emitter: &Emitter, class: NumericClass, tile: usize) -> StepGraph {
+    let (rows, debug_blocks) = (tile.max(1), None);
+    emitter.trunk(&StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks })
 }
 
 /// The executor of the primary device and of what engines there are.

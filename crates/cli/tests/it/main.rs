@@ -2,5 +2,6 @@
 
 mod commands;
 mod diagnosis;
+mod hybrid;
 mod serving;
 mod support;

@@ -9,12 +9,13 @@ use troika_device::map_file;
 use troika_device::npu::NpuBackend;
 use troika_device::npu::soft::{Soft, SoftOptions};
 use troika_engine::{
-    Chunk, DeviceId, Engines, FeatureState, HybridOptions, Ledger, Operations, Placement, Runner, RunnerOptions,
-    StepRunner, WantLogits,
+    Chunk, DeviceId, Engines, FeatureState, Forward, HybridOptions, Ledger, Operations, Placement, Runner,
+    RunnerOptions, StepRunner, WantLogits,
 };
-use troika_graph::{Acceptance, Kind};
+use troika_graph::{Acceptance, Kind, Scope};
 use troika_model::{Checkpoint, ScaleCheck, WeightTable};
-use troika_runtime::Fallback;
+use troika_prompt::Tokenizer;
+use troika_runtime::{Fallback, Priority};
 use troika_testkit::compare::assert_same_bits;
 use troika_testkit::npu::{FaultyNpu, NpuFaults};
 use troika_testkit::repo_root;
@@ -329,4 +330,174 @@ fn other_classes_and_wrong_tiles_are_refused_with_a_reason() {
         num_projections(&runner) > 0 && left_out.iter().any(|reason| reason.starts_with("memory: ")),
         "{left_out:?}"
     );
+}
+
+/// What the engine does with a request that is cancelled: its sequence is given up while the step runs.
+#[test]
+fn acceptance_20_cancelled_requests_leave_nothing_behind() {
+    let placements = BTreeMap::from([(Kind::SharedExpert, Placement::Whole), (Kind::WqB, Placement::Split(0.5))]);
+    let backend = Arc::new(FaultyNpu::new(soft(2), NpuFaults::default()));
+    let mut runner = nano(Some((Arc::clone(&backend) as Arc<dyn NpuBackend>, wish(placements, 0))));
+    let banks = backend.num_banks();
+    let tokens = tokens(TILE + 3);
+    for round in 0..1000 {
+        let sequence = runner.new_sequence();
+        let chunk = Chunk { sequence, tokens: &tokens, logits: WantLogits::No, acceptance: Acceptance::Whole };
+        runner.submit(&[chunk], Priority::Prefill).expect("accepted");
+        // Some wait a moment for the engine to begin.
+        if round % 5 == 0 {
+            std::thread::yield_now();
+        }
+        runner.drop_sequence(sequence);
+        let (_, forward) = runner.next_done().expect("the step ends");
+        runner.recycle(forward);
+    }
+    let operations = runner.totals().total_operations();
+    assert_eq!(operations.dispatched(), 1000 * num_projections(&runner));
+    assert_books_balance(&operations);
+    for (kind, device, entry) in runner.totals().entries() {
+        assert_eq!(entry.submitted, entry.completed, "{kind:?} on {device:?}");
+    }
+    assert_eq!((runner.state_bytes(), backend.num_banks()), (0, banks));
+}
+
+/// A step that fails takes its operations with it, and the books say so.
+#[test]
+fn operations_of_a_failed_step_are_cancelled() {
+    let mut runner = hybrid(0);
+    let sequence = runner.new_sequence();
+    let tokens = tokens(TILE);
+    // The state of the sequence is a token further than the step believes.
+    let state = runner.sequence_state(sequence).expect("it is live");
+    let chunk = Chunk { sequence, tokens: &tokens, logits: WantLogits::No, acceptance: Acceptance::Whole };
+    runner.submit(&[chunk], Priority::Prefill).expect("accepted");
+    let mut layer = state.layer(Scope::Layer(3));
+    let pool = layer.compressed.as_mut().expect("layer 3 of nano compresses");
+    pool.append(&vec![0.0; pool.width()], &vec![0.0; pool.width()]);
+    drop(layer);
+    assert!(runner.next_done().is_err(), "the layer finds a token that it did not write");
+    let operations = runner.totals().total_operations();
+    assert!(operations.dispatched() > 0 && operations.fallbacks.get(&Fallback::Cancelled) > Some(&0), "{operations:?}");
+    assert_books_balance(&operations);
+}
+
+/// Distance of one class of numbers from another over some text.
+#[derive(Debug, Default)]
+struct Distance {
+    positions: usize,
+    kl: f64,
+    /// Positions where the two best logits of the other differ by more than 0.1, and those of them with the same best one.
+    clear: usize,
+    clear_same: usize,
+    experts: usize,
+    experts_same: usize,
+}
+
+fn log_softmax(row: &[f32]) -> Vec<f64> {
+    let max = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    let sum = row.iter().map(|x| (f64::from(*x) - max).exp()).sum::<f64>().ln();
+    row.iter().map(|x| f64::from(*x) - max - sum).collect()
+}
+
+/// Two best logits, the best with its index.
+fn best_two(row: &[f32]) -> (usize, f32, f32) {
+    row.iter().enumerate().fold((0, f32::NEG_INFINITY, f32::NEG_INFINITY), |(at, best, next), (i, x)| match x {
+        x if *x > best => (i, *x, best),
+        x => (at, best, next.max(*x)),
+    })
+}
+
+fn distance(placements: BTreeMap<Kind, Placement>, num_tokens: usize) -> Distance {
+    const CHUNK: usize = 512;
+    let path = repo_root().join("models/nano");
+    let tokenizer = Tokenizer::from_file(&path.join("tokenizer.json")).expect("it opens");
+    let text = std::fs::read_to_string(path.join("held-out.txt")).expect("it is there");
+    let mut ids = tokenizer.encode(&text[..num_tokens * 8]).expect("it is text");
+    ids.truncate(num_tokens);
+    assert_eq!(ids.len(), num_tokens);
+    let options = HybridOptions { tile: CHUNK, ..wish(placements, 0) };
+    let mut fast = nano_with(NumericClass::Fast, true, None);
+    let mut hybrid = nano_with(NumericClass::Fast, true, Some((soft(1), options)));
+    let (vocab, layers) = (fast.config().vocab_size, fast.config().num_hidden_layers);
+    let mut distance = Distance::default();
+    // Windows of two chunks, so that the second sees what the first wrote.
+    for window in ids.chunks(2 * CHUNK) {
+        let sequences = [fast.new_sequence(), hybrid.new_sequence()];
+        for chunk in window.chunks(CHUNK) {
+            let (p, q) = (feed(&mut fast, sequences[0], chunk, CHUNK), feed(&mut hybrid, sequences[1], chunk, CHUNK));
+            for (p, q) in p.logits(0).chunks(vocab).zip(q.logits(0).chunks(vocab)) {
+                let (log_p, log_q) = (log_softmax(p), log_softmax(q));
+                distance.kl += log_p.iter().zip(&log_q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
+                distance.positions += 1;
+                let (best, first, second) = best_two(p);
+                if first - second > 0.1 {
+                    distance.clear += 1;
+                    distance.clear_same += usize::from(best_two(q).0 == best);
+                }
+            }
+            for layer in 0..layers {
+                let ids = |forward: &Forward| forward.tap_i32(Scope::Layer(layer as u16), "expert_ids").expect("kept");
+                let k = fast.config().num_experts_per_tok;
+                for (p, q) in ids(&p).chunks(k).zip(ids(&q).chunks(k)) {
+                    distance.experts += k;
+                    distance.experts_same += p.iter().filter(|id| q.contains(id)).count();
+                }
+            }
+            fast.recycle(p);
+            hybrid.recycle(q);
+        }
+        fast.drop_sequence(sequences[0]);
+        hybrid.drop_sequence(sequences[1]);
+    }
+    assert_eq!(hybrid.feature(), FeatureState::Engaged);
+    distance
+}
+
+fn assert_within_the_gate(distance: &Distance) {
+    let share = |part: usize, whole: usize| part as f64 / whole as f64;
+    assert!(distance.kl / distance.positions as f64 <= 0.002, "{distance:?}");
+    assert!(distance.clear * 2 > distance.positions, "most positions are clear: {distance:?}");
+    assert!(share(distance.clear_same, distance.clear) >= 0.995, "{distance:?}");
+    assert!(share(distance.experts_same, distance.experts) >= 0.98, "{distance:?}");
+}
+
+/// The gate of the hybrid spec's section 9.5 for every projection on the engine.
+#[test]
+fn soft_hybrid_is_close_to_fast() {
+    assert_within_the_gate(&distance(everything(), 1024));
+}
+
+#[test]
+#[ignore = "minutes without optimisation: the same on 16,384 tokens"]
+fn soft_hybrid_is_close_to_fast_on_a_long_text() {
+    for placements in [everything(), HybridOptions::default_placements()] {
+        let distance = distance(placements, 16_384);
+        println!("{distance:?}: mean KL {:.2e}", distance.kl / distance.positions as f64);
+        assert_within_the_gate(&distance);
+    }
+}
+
+/// Every tile with every step width: planned is what the widths say, and all of it is dispatched.
+#[test]
+fn acceptance_01_matrix_of_tiles_and_steps() {
+    let tokens = tokens(1200);
+    let placements = BTreeMap::from([(Kind::SharedExpert, Placement::Whole), (Kind::WoB, Placement::Split(0.5))]);
+    let mut want = None;
+    for tile in [64, 128, 256, 512, 1024] {
+        for step in [tile / 2, tile - 1, tile, 2 * tile + 64] {
+            let options = HybridOptions { tile, ..wish(placements.clone(), 0) };
+            let mut runner = nano(Some((soft(1), options)));
+            let sequence = runner.new_sequence();
+            let mut last = Vec::new();
+            for chunk in tokens.chunks(step) {
+                last = feed(&mut runner, sequence, chunk, 1).logits(0);
+            }
+            let tiles: usize = tokens.chunks(step).map(|chunk| chunk.len() / tile).sum();
+            let operations = runner.totals().total_operations();
+            assert_eq!(operations.planned, tiles as u64 * num_projections(&runner), "tile {tile}, step {step}");
+            assert_eq!(operations.planned, operations.dispatched(), "tile {tile}, step {step}");
+            assert_eq!(runner.feature() == FeatureState::Engaged, tiles > 0, "tile {tile}, step {step}");
+            assert_same_bits(&format!("tile {tile}, step {step}"), &last, want.get_or_insert_with(|| last.clone()));
+        }
+    }
 }
