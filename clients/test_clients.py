@@ -29,8 +29,8 @@ ROUNDS = int(os.environ.get("TROIKA_ROUNDS", "200"))
 
 
 def counted(usage):
-    """The counts of a usage, without the times and the id that differ from request to request."""
-    return usage.model_dump(exclude={"troika"})
+    """The counts of a usage, without what differs from request to request: times, an id, and what is cached by now."""
+    return usage.model_dump(exclude={"troika": True, "prompt_tokens_details": True})
 
 
 def get(path):

@@ -1,7 +1,9 @@
 //! Finding and opening a model: a folder given by the user, or the one that comes along.
 
+use std::fs::Metadata;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -25,10 +27,16 @@ pub(crate) struct ModelArgs {
     /// weights only), `exact` (f32 throughout) or `official` (cache rows rounded as published). Without it, `fast` to generate, serve and bench, `exact` to evaluate.
     #[arg(long, value_name = "CLASS")]
     class: Option<NumericClass>,
-    /// Worker threads; 0 = one per core.
+    /// Threads that compute; 0 = one per physical core.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     pub(crate) threads: u16,
+    /// Keep each of these threads on a core of its own. For a machine that does nothing else. Linux only.
+    #[arg(long)]
+    pin_threads: bool,
 }
+
+/// Checkpoints up to this size are digested whole: a second at most.
+const WHOLE_DIGEST_BYTES: u64 = 256 << 20;
 
 /// A checkpoint whose weights are complete and sound.
 pub(crate) struct OpenModel {
@@ -74,6 +82,7 @@ impl ModelArgs {
     pub(crate) fn runner_options(&self, class: NumericClass) -> RunnerOptions {
         let mut options = RunnerOptions::new(class);
         options.cpu.threads = usize::from(self.threads);
+        options.cpu.pin = self.pin_threads;
         options
     }
 }
@@ -138,8 +147,8 @@ impl OpenModel {
         }))
     }
 
-    /// Digests of weights and tokenizer, for the names of kept prefixes. Of a large checkpoint, every tensor's name, type,
-    /// shape and some of its bytes are covered, not all of them: reading a hundred gigabytes would take minutes.
+    /// Digests of weights and tokenizer, for the names of kept prefixes. A checkpoint of more than [`WHOLE_DIGEST_BYTES`] is
+    /// not read whole, which would take minutes: its files' sizes, times of change and places stand for it.
     pub(crate) fn digests(&self) -> Result<[Vec<u8>; 2]> {
         let (config, tokenizer) = match &self.files {
             Files::Dir(dir) => {
@@ -151,22 +160,13 @@ impl OpenModel {
             }
             Files::BuiltIn => (builtin::CONFIG.into(), builtin::TOKENIZER.to_vec()),
         };
-        let files = self.checkpoint.files();
-        let is_small = files.num_file_bytes() <= 256 << 20;
-        let mut hasher = Sha256::new();
-        hasher.update(config);
-        for (name, tensor) in files.iter() {
-            let bytes: &[u8] = &tensor.bytes;
-            hasher.update(format!("{name} {:?} {:?} {}\n", tensor.dtype, tensor.shape, bytes.len()));
-            if is_small {
-                hasher.update(bytes);
-            } else {
-                for at in [0, bytes.len() / 2, bytes.len().saturating_sub(512)] {
-                    hasher.update(&bytes[at..bytes.len().min(at + 512)]);
-                }
+        let weights = match &self.files {
+            Files::Dir(dir) if self.checkpoint.files().num_file_bytes() > WHOLE_DIGEST_BYTES => {
+                sampled_digest(&self.checkpoint, &config, dir)?
             }
-        }
-        Ok([hasher.finalize().to_vec(), Sha256::digest(tokenizer).to_vec()])
+            _ => whole_digest(&self.checkpoint, &config),
+        };
+        Ok([weights, Sha256::digest(tokenizer).to_vec()])
     }
 
     /// Fixed texts of its prompts.
@@ -199,6 +199,57 @@ impl OpenModel {
     }
 }
 
+/// Of the configuration and every byte of every tensor.
+fn whole_digest(checkpoint: &Checkpoint, config: &[u8]) -> Vec<u8> {
+    let mut hasher = Sha256::new_with_prefix(config);
+    for (name, tensor) in checkpoint.files().iter() {
+        let bytes: &[u8] = &tensor.bytes;
+        hasher.update(format!("{name} {:?} {:?} {}\n", tensor.dtype, tensor.shape, bytes.len()));
+        hasher.update(bytes);
+    }
+    hasher.finalize().to_vec()
+}
+
+/// Of the configuration, every tensor's name, type, shape and some of its bytes, and, since a change may be elsewhere, of
+/// each file's size, time of change and place on the disk. A copy has other names for its prefixes than the original, which
+/// costs computing them once more.
+fn sampled_digest(checkpoint: &Checkpoint, config: &[u8], dir: &Path) -> Result<Vec<u8>> {
+    let mut hasher = Sha256::new_with_prefix(config);
+    for (name, tensor) in checkpoint.files().iter() {
+        let bytes: &[u8] = &tensor.bytes;
+        hasher.update(format!("{name} {:?} {:?} {}\n", tensor.dtype, tensor.shape, bytes.len()));
+        for at in [0, bytes.len() / 2, bytes.len().saturating_sub(512)] {
+            hasher.update(&bytes[at..bytes.len().min(at + 512)]);
+        }
+    }
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))? {
+        let path = entry.with_context(|| format!("cannot read {}", dir.display()))?.path();
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            // Of the file itself where the name is a link, as in the caches of download tools.
+            let metadata = std::fs::metadata(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            let changed = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            files.push(format!("{name} {} {changed:?} {:?}\n", metadata.len(), place_of(&metadata)));
+        }
+    }
+    files.sort_unstable();
+    files.iter().for_each(|file| hasher.update(file));
+    Ok(hasher.finalize().to_vec())
+}
+
+/// Device and number of a file, and when anything about it was changed last, which nobody can set back.
+#[cfg(unix)]
+fn place_of(metadata: &Metadata) -> [i64; 4] {
+    use std::os::unix::fs::MetadataExt as _;
+    [metadata.dev() as i64, metadata.ino() as i64, metadata.ctime(), metadata.ctime_nsec()]
+}
+
+#[cfg(not(unix))]
+fn place_of(_: &Metadata) -> [i64; 0] {
+    []
+}
+
 fn sampling_advice(path: &Path, text: &str) -> Result<(f32, f32)> {
     let json: serde_json::Value =
         serde_json::from_str(text).with_context(|| format!("{} is not valid JSON", path.display()))?;
@@ -211,4 +262,40 @@ fn sampling_advice(path: &Path, text: &str) -> Result<(f32, f32)> {
     };
     let greedy = json.get("do_sample") == Some(&serde_json::Value::Bool(false));
     Ok((if greedy { 0.0 } else { number("temperature", 100.0)? }, number("top_p", 1.0)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use troika_testkit::CheckpointCopy;
+
+    use super::*;
+
+    /// A byte that no sample covers, changed in place: another digest. Nothing changed: the same.
+    #[test]
+    fn every_change_of_the_weights_changes_their_digest() {
+        let copy = CheckpointCopy::of("tiny");
+        let path = copy.file("model.safetensors");
+        let digests = || {
+            let checkpoint = Checkpoint::open(copy.path(), &map_file).expect("opens");
+            let whole = whole_digest(&checkpoint, b"config");
+            (whole, sampled_digest(&checkpoint, b"config", copy.path()).expect("readable"))
+        };
+        let before = digests();
+        assert_eq!(digests(), before);
+        let mut bytes = std::fs::read(&path).expect("readable");
+        let size = bytes.len();
+        // Not at the start, in the middle or at the end of any tensor of a few kilobytes.
+        bytes[size - 3000] ^= 1;
+        std::fs::write(&path, &bytes).expect("writable");
+        let after = digests();
+        assert_ne!(after.0, before.0);
+        assert_ne!(after.1, before.1);
+        // The same bytes under the same name are another file all the same.
+        bytes[size - 3000] ^= 1;
+        std::fs::remove_file(&path).expect("removable");
+        std::fs::write(&path, &bytes).expect("writable");
+        let again = digests();
+        assert_eq!(again.0, before.0);
+        assert!(again.1 != before.1 && again.1 != after.1);
+    }
 }

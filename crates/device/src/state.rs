@@ -4,14 +4,18 @@
 //! accepted tokens, [`SequenceState::roll_back`] takes the rest back. Nothing here computes rows; see [`crate::cpu`].
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use troika_graph::Scope;
+use troika_kernels::RowList;
 
 mod blocks;
+mod packed;
 
 use blocks::Lane;
 pub use blocks::{AttachError, BlockRows, Boundary};
+pub use packed::Packing;
 
 /// What a layer keeps per sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -69,14 +73,15 @@ impl StateShape {
         floats.sum::<usize>() as u64 * 4
     }
 
-    /// Bytes of a boundary far from the start: windows and overlap lanes of the trunk.
-    pub fn boundary_bytes(&self) -> u64 {
+    /// Bytes of the file of a boundary far from the start: windows and overlap lanes of the trunk.
+    pub fn boundary_bytes(&self, packing: Packing) -> u64 {
         let trunk = self.layers.iter().filter(|(scope, _)| !matches!(scope, Scope::Stage(_)));
-        let floats = trunk.map(|(_, layer)| {
+        let bytes = trunk.map(|(_, layer)| {
             let pools = [layer.compressed, layer.index].into_iter().flatten().filter(|pool| pool.overlap);
-            layer.window * layer.head_dim + pools.map(|pool| 2 * pool.ratio * pool.dim).sum::<usize>()
+            let lanes = pools.map(|pool| 2 * pool.ratio * pool.dim * 4).sum::<usize>();
+            layer.window * packing.kv().bytes(layer.head_dim) + lanes
         });
-        floats.sum::<usize>() as u64 * 4
+        bytes.sum::<usize>() as u64
     }
 
     /// Bytes of the append-only rows of [`Self::block_tokens`] tokens.
@@ -134,9 +139,9 @@ impl Rows {
         &self.pieces[index / Self::PIECE][start..start + self.dim]
     }
 
-    /// The rows in order, in pieces of whole rows.
-    pub fn pieces(&self) -> impl Iterator<Item = &[f32]> {
-        self.pieces.iter().map(|piece| piece.as_slice())
+    /// The rows in order.
+    pub fn list(&self) -> RowList<'_> {
+        RowList::shared(self.dim, &self.pieces)
     }
 
     /// Appends a row.
@@ -209,6 +214,11 @@ impl Window {
         self.first + self.rows.len() / self.dim
     }
 
+    /// Rows that a token may see.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Position of the first row kept.
     pub fn first(&self) -> usize {
         self.first
@@ -229,15 +239,18 @@ impl Window {
         self.rows.extend_from_slice(rows);
     }
 
-    /// The row of position `position`.
+    /// The rows of `positions`, `[n, dim]`.
     ///
     /// # Panics
     ///
-    /// If it is not kept.
-    pub fn row(&self, position: usize) -> &[f32] {
-        assert!(position >= self.first, "row {position} left the window, which starts at {}", self.first);
-        let start = (position - self.first) * self.dim;
-        &self.rows[start..start + self.dim]
+    /// If one is not kept.
+    pub fn rows(&self, positions: Range<usize>) -> &[f32] {
+        if positions.is_empty() {
+            return &[];
+        }
+        let first = self.first;
+        assert!(positions.start >= first, "row {} left the window, which starts at {first}", positions.start);
+        &self.rows[(positions.start - first) * self.dim..(positions.end - first) * self.dim]
     }
 
     /// Drops rows at and after `end`.
@@ -525,7 +538,7 @@ impl LayerSnapshot {
     fn of(layer: &LayerState, len: usize) -> Self {
         let first = len.saturating_sub(layer.window.capacity).max(layer.window.first());
         // A stage may have fewer rows than tokens if the drafter's context was not always computed.
-        let window = (first..layer.window.end().min(len)).flat_map(|p| layer.window.row(p).iter().copied()).collect();
+        let window = layer.window.rows(first..layer.window.end().min(len)).to_vec();
         let pool = |pool: &Option<Pool>| pool.as_ref().map(|pool| PoolSnapshot::of(pool, len));
         Self { window, compressed: pool(&layer.compressed), index: pool(&layer.index) }
     }
@@ -598,7 +611,7 @@ mod tests {
             rows.truncate(len);
             assert_eq!(rows.len(), len);
             assert_eq!(rows.row(len - 1)[0], (len - 1) as f32);
-            assert_eq!(rows.pieces().map(<[f32]>::len).sum::<usize>(), len * 2);
+            assert_eq!(rows.list().len(), len);
         }
         rows.push(&[7.0, 7.0]);
         assert_eq!(rows.row(1), &[7.0, 7.0]);
@@ -615,7 +628,7 @@ mod tests {
     }
 
     /// Appends tokens whose values are their positions, as the append and compress nodes would.
-    fn stage(state: &SequenceState, positions: std::ops::Range<usize>, keep: bool) {
+    fn stage(state: &SequenceState, positions: Range<usize>, keep: bool) {
         let mut layer = state.layer(Scope::Layer(0));
         for p in positions.clone() {
             layer.window.append(p, &[p as f32; 2]);

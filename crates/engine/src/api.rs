@@ -481,7 +481,16 @@ pub struct CacheStatus {
     pub disk_dropped: u64,
     /// Damaged files set aside.
     pub disk_quarantined: u64,
-    /// Nothing more is written: the disk refused again and again.
+    /// Files that could not be read since the start.
+    pub disk_failed_reads: u64,
+    /// Files that could not be written since the start.
+    pub disk_failed_writes: u64,
+    /// Prefixes computed although the disk had them, since the start: too many waited to be read, reading had failed again
+    /// and again, or no file arrived for a long time.
+    pub disk_not_asked: u64,
+    /// Sequences that wait for files of their prefix.
+    pub disk_loading: usize,
+    /// The disk refused to write or to read again and again, and is asked seldom or not at all.
     pub disk_failed: bool,
 }
 

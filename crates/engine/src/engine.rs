@@ -57,12 +57,14 @@ impl EngineOptions {
 enum Command {
     Submit(Box<Submission>),
     Cancel(RequestId),
+    /// Something has been read from disk.
+    Wake,
 }
 
 /// Serves requests on one model.
 pub struct Engine {
     /// `None` once the engine is told to stop.
-    commands: Mutex<Option<Sender<Command>>>,
+    commands: Arc<Mutex<Option<Sender<Command>>>>,
     status: Arc<Mutex<EngineStatus>>,
     next_request: AtomicU64,
     options: EngineOptions,
@@ -105,11 +107,18 @@ impl Engine {
         let options = EngineOptions { max_context_tokens, ..options };
         let vocab_size = runner.config().vocab_size;
         let status = Arc::new(Mutex::new(EngineStatus::default()));
-        let (commands, received) = channel();
+        let (sender, received) = channel();
+        let commands = Arc::new(Mutex::new(Some(sender)));
         let clock = Clock(Instant::now());
         let mut core = Core::new(runner, &options, Arc::clone(&status));
         if let Some(disk) = disk {
-            core.set_disk(disk);
+            let commands = Arc::clone(&commands);
+            core.set_disk(disk, move || {
+                if let Some(sender) = lock(&commands).as_ref() {
+                    // If the engine is gone, nobody waits.
+                    let _ = sender.send(Command::Wake);
+                }
+            });
         }
         let limits = core.scheduler().limits();
         tracing::info!(geometry = %limits.geometry, "steps");
@@ -125,7 +134,7 @@ impl Engine {
         };
         let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(run)?;
         Ok(Self {
-            commands: Mutex::new(Some(commands)),
+            commands,
             status,
             next_request: AtomicU64::new(1),
             options,
@@ -329,6 +338,8 @@ impl Loop {
         match command {
             Command::Submit(submission) => self.core.submit(*submission, now),
             Command::Cancel(id) => self.core.cancel(id, now),
+            // The next turn looks for it.
+            Command::Wake => {}
         }
     }
 

@@ -7,12 +7,14 @@
 
 pub mod api;
 mod engine;
+mod memory;
 mod runner;
 mod sampler;
 
 pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
+pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};
 // What callers say about neural engines, and hear of them.

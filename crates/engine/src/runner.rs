@@ -9,7 +9,7 @@ use crate::engine::core::{StepResult, StepRunner};
 use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::cpu::{CpuDevice, CpuOptions};
 use troika_device::npu::NpuBackend;
-use troika_device::state::{LayerShape, PoolShape, Snapshot};
+use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
 use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
 use troika_model::config::LayerKind;
@@ -575,16 +575,15 @@ impl StepRunner for Runner {
         }
     }
 
+    fn packing(&self) -> Packing {
+        match self.options.class {
+            NumericClass::Official => Packing::Official { rotary: self.config().qk_rope_head_dim },
+            NumericClass::Exact | NumericClass::Fast | NumericClass::FastFp8Exact => Packing::Floats,
+        }
+    }
+
     fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
-        let signature = StepSignature {
-            rows,
-            logit_rows,
-            select: true,
-            class: self.options.class,
-            draft_context: self.options.draft_context && self.facts().num_stages > 0,
-            debug_blocks: None,
-        };
-        self.emitter.trunk(&signature).memory().peak_bytes()
+        step_bytes(&self.emitter, self.options.class, self.options.draft_context, rows, logit_rows)
     }
 
     fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
@@ -665,10 +664,7 @@ fn start_executor(
     let Some(Engines { backend, options, progress }) = engines else {
         return (Executor::new(vec![primary], Plan::primary()), Vec::new());
     };
-    let rows = options.tile.max(1);
-    let signature =
-        StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks: None };
-    let graph = emitter.trunk(&signature);
+    let graph = tile_graph(emitter, class, options.tile);
     let Prepared { devices, plan, records, resident_bytes, unavailable } =
         prepare(&graph, weights, class, &backend, &options, &pack, progress);
     let engines = devices.into_iter().map(|device| device as Arc<dyn Device>);
@@ -684,8 +680,27 @@ fn start_executor(
     (executor, records)
 }
 
+/// Bytes of the values of a step of `rows` rows, of which `logit_rows` want logits.
+pub(crate) fn step_bytes(
+    emitter: &Emitter,
+    class: NumericClass,
+    draft_context: bool,
+    rows: usize,
+    logit_rows: usize,
+) -> u64 {
+    let signature = StepSignature {
+        rows,
+        logit_rows,
+        select: true,
+        class,
+        draft_context: draft_context && emitter.facts().num_stages > 0,
+        debug_blocks: None,
+    };
+    emitter.trunk(&signature).memory().peak_bytes()
+}
+
 /// What each layer keeps per sequence (model spec 11.1).
-fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
+pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
     let window_only =
         LayerShape { head_dim: config.head_dim, window: config.sliding_window, compressed: None, index: None };
     let pool = |ratio, dim, overlap| Some(PoolShape { ratio, dim, overlap });

@@ -7,7 +7,7 @@ use troika_base::storage::ScaleFormat;
 use troika_base::{Format, SharedBytes, StoredTensor};
 use troika_kernels::int8::{self, Int8Matrix};
 use troika_kernels::{
-    CpuLevel, Ctx, ExpertWeights, HcParams, RowList, attend_row, hc_post, hc_pre, index_scores, matmul, routed_experts,
+    Ctx, ExpertWeights, HcParams, Index, RowList, Visible, attend, hc_post, hc_pre, index_topk, matmul, routed_experts,
 };
 
 fn main() {
@@ -79,29 +79,31 @@ fn int8_matmul_1024x2048<const T: usize>(bencher: Bencher, name: &str) {
     bencher
         .counter(ItemsCount::new(T * n * k))
         .counter(BytesCount::new(stored.num_bytes()))
-        .bench_local(|| int8::matmul(Ctx::serial(), black_box(&x), &w, &mut out));
+        .bench_local(|| int8::matmul(Ctx::serial(), black_box(&x), &mut [(&w, &mut out)]));
 }
 
 /// One query, 64 heads of 512, a window of 128 and as many compressed rows again as the argument says.
 #[divan::bench(args = [0, 512, 4096], sample_count = 20)]
-fn attend(bencher: Bencher, compressed: usize) {
-    let (heads, d, n) = (64, 512, 128 + compressed);
-    let (q, keys, sink) = (numbers(heads * d), numbers(n * d), numbers(heads));
-    let rows: Vec<&[f32]> = keys.chunks(d).collect();
-    let (mut scratch, mut out) = (Vec::new(), vec![0.0; heads * d]);
+fn attention(bencher: Bencher, compressed: usize) {
+    let (heads, d) = (64, 512);
+    let (q, near, far, sink) = (numbers(heads * d), numbers(128 * d), numbers(compressed * d), numbers(heads));
+    let (pieces, mut out) = ([&far[..]], vec![0.0; heads * d]);
+    let visible = |_| Visible { near: &near, far: RowList::new(d, &pieces), chosen: None };
     bencher
-        .counter(ItemsCount::new(2 * heads * d * n))
-        .bench_local(|| attend_row(CpuLevel::best(), black_box(&q), heads, &rows, &sink, &mut scratch, &mut out));
+        .counter(ItemsCount::new(2 * heads * d * (128 + compressed)))
+        .bench_local(|| attend(Ctx::serial(), d, black_box(&q), &sink, visible, &mut out));
 }
 
-#[divan::bench(args = [512, 4096], sample_count = 20)]
+/// Four queries of 64 heads of 128 choose 512 keys.
+#[divan::bench(args = [1024, 4096], sample_count = 20)]
 fn index(bencher: Bencher, n: usize) {
-    let (heads, d) = (64, 128);
-    let (q, iw, keys) = (numbers(heads * d), numbers(heads), numbers(n * d));
-    let mut out = vec![0.0; n];
+    let (t, heads, d, top_k) = (4, 64, 128, 512);
+    let (q, iw, keys) = (numbers(t * heads * d), numbers(t * heads), numbers(n * d));
+    let (pieces, mut ids) = ([&keys[..]], vec![0; t * top_k]);
+    let index = Index { heads, top_k, scale: 1.0, keys: RowList::new(d, &pieces) };
     bencher
-        .counter(ItemsCount::new(heads * d * n))
-        .bench_local(|| index_scores(CpuLevel::best(), black_box(&q), &iw, RowList::new(d, &[&keys]), &mut out));
+        .counter(ItemsCount::new(t * heads * d * n))
+        .bench_local(|| index_topk(Ctx::serial(), &index, black_box(&q), &iw, |_| n, &mut ids));
 }
 
 /// 6 of 32 experts of 1024 x 512 for each token.

@@ -1,72 +1,215 @@
 //! The lightning indexer: scores of compressed rows and the choice of the best (model spec, section 8).
+//!
+//! The work grows with the square of the context, so keys are read block by block for several queries at a time, and what
+//! is kept of a block is one score for each query and key.
 
+use std::array;
 use std::cmp::Ordering;
 
-use crate::dot::dots;
+use crate::heads::{LANES, pack, padded, panels, products};
 use crate::level::compiled_per_level;
 use crate::math::{max_nan, mul_add};
-use crate::{CpuLevel, RowList};
+use crate::parallel::{Disjoint, for_each_row, run_tasks};
+use crate::scratch::Scratch;
+use crate::{CpuLevel, Ctx, RowList};
 
 /// Keys scored together.
-const KEYS: usize = 64;
+const BLOCK: usize = 64;
+/// Queries of a task, which read a block of keys one after another.
+const QUERIES: usize = 4;
+/// Keys of a task where there are too few queries for the threads.
+const SPAN: usize = 512;
 
-/// `out[w] = Σ_h iw[h] · max(0, iq[h] · keys[w])` for one query.
+/// The indexer of a layer.
+#[derive(Clone, Copy, Debug)]
+pub struct Index<'a> {
+    /// `Hi`
+    pub heads: usize,
+    /// How many keys are chosen, `k`.
+    pub top_k: usize,
+    /// Factor of the head weights: `1 / √(Hi · di)`.
+    pub scale: f32,
+    /// Rows of `di` numbers, oldest first.
+    pub keys: RowList<'a>,
+}
+
+/// For each query the best keys, as [`top_k`] of [`index_scores`].
 ///
-/// - `iq`   `[Hi, di]`, rotated
-/// - `iw`   `[Hi]`, already scaled by `1 / √(Hi · di)`
-/// - `keys` the visible rows of `di` numbers, oldest first
-/// - `out`  one score for each key, overwritten
+/// - `iq`      `[T, Hi·di]`, rotated
+/// - `iw`      `[T, Hi]`
+/// - `visible` how many of the keys query `t` sees
+/// - `ids`     `[T, k]`, overwritten
 ///
-/// Accuracy: within `(di/8 + Hi + 8) · ε · Σ_h |iw[h]| · Σ|iq·key|` of [`crate::reference::index_scores`] (twice that
-/// for [`CpuLevel::Scalar`]).
+/// # Panics
+///
+/// If the lengths disagree with the shapes above, or there are fewer keys than a query sees.
+pub fn index_topk(
+    ctx: Ctx,
+    index: &Index,
+    iq: &[f32],
+    iw: &[f32],
+    visible: impl Fn(usize) -> usize + Sync,
+    ids: &mut [i32],
+) {
+    let (heads, d, k) = (index.heads, index.keys.width(), index.top_k);
+    let rows = ids.len() / k;
+    assert_eq!(ids.len(), rows * k, "ids must be [T, {k}]");
+    assert!(iq.len() == rows * heads * d && iw.len() == rows * heads, "iq must be [T, {heads} x {d}], iw [T, {heads}]");
+    let most = (0..rows).map(&visible).max().unwrap_or(0);
+    let query = |t: usize| Query::new(ctx.level, index, &iq[t * heads * d..][..heads * d], &iw[t * heads..][..heads]);
+    if rows < ctx.par.threads() && most > SPAN {
+        // Too few queries: the keys are divided.
+        let mut scores = Scratch::new(rows * most);
+        let spans = most.div_ceil(SPAN);
+        let pieces = Disjoint::new(&mut scores);
+        run_tasks(ctx, rows * spans, |task| {
+            let (t, first) = (task / spans, task % spans * SPAN);
+            let end = visible(t).min(first + SPAN);
+            if first < end {
+                // SAFETY: each task index is given out once, and tasks differ in their query or in their keys.
+                let out = unsafe { pieces.piece(t * most + first..t * most + end) };
+                query(t).score(ctx.level, index.keys, first, out);
+            }
+        });
+        for_each_row(ctx, ids, k, |t, ids| top_k(&scores[t * most..][..visible(t)], ids));
+        return;
+    }
+    let ids = Disjoint::new(ids);
+    run_tasks(ctx, rows.div_ceil(QUERIES), |task| {
+        let first = task * QUERIES;
+        let count = QUERIES.min(rows - first);
+        let seen: [usize; QUERIES] = array::from_fn(|i| if i < count { visible(first + i) } else { 0 });
+        let most = seen.into_iter().max().unwrap_or(0);
+        let mut scores = Scratch::new(count * most);
+        // What all see needs no scores.
+        if most > k {
+            let queries: [Option<Query>; QUERIES] = array::from_fn(|i| (i < count).then(|| query(first + i)));
+            for key in (0..most).step_by(BLOCK) {
+                for (i, query) in queries.iter().enumerate() {
+                    let end = seen[i].min(key + BLOCK);
+                    if let Some(query) = query.as_ref().filter(|_| key < end) {
+                        query.score(ctx.level, index.keys, key, &mut scores[i * most + key..i * most + end]);
+                    }
+                }
+            }
+        }
+        for i in 0..count {
+            let t = first + i;
+            // SAFETY: each task index is given out once, and tasks have different queries.
+            let ids = unsafe { ids.piece(t * k..(t + 1) * k) };
+            top_k(&scores[i * most..][..seen[i]], ids);
+        }
+    });
+}
+
+/// `out[w] = Σ_h iw[h] · scale · max(0, iq[h] · keys[w])` for one query: lane `h mod 8` of one sum each, then the lanes as a
+/// tree.
+///
+/// - `iq`  `[Hi, di]`, rotated
+/// - `iw`  `[Hi]`
+/// - `out` one score for each of the first keys, overwritten
+///
+/// Accuracy: within `(256 + di/256 + Hi/8 + 8) · ε · Σ_h |iw[h] · scale| · Σ|iq·key|` of
+/// [`crate::reference::index_scores`] (twice that for [`CpuLevel::Scalar`]).
 ///
 /// # Panics
 ///
 /// If the lengths disagree with the shapes above, or this CPU lacks `level`.
-pub fn index_scores(level: CpuLevel, iq: &[f32], iw: &[f32], keys: RowList, out: &mut [f32]) {
-    let d = keys.width();
-    assert_eq!(iq.len(), iw.len() * d, "iq must be [Hi, di]");
-    assert_eq!(out.len(), keys.len(), "out must have a score for each key");
-    let mut products = vec![0.0; iw.len() * KEYS.min(keys.len())];
-    let mut rows: Vec<&[f32]> = Vec::with_capacity(KEYS);
-    let mut all = keys.iter();
-    for out in out.chunks_mut(KEYS) {
-        rows.clear();
-        rows.extend(all.by_ref().take(out.len()));
-        dots(level, iq, d, &rows, &mut products, out.len());
-        weigh(level, &products, iw, out);
-    }
+pub fn index_scores(level: CpuLevel, index: &Index, iq: &[f32], iw: &[f32], out: &mut [f32]) {
+    let d = index.keys.width();
+    assert!(iq.len() == index.heads * d && iw.len() == index.heads, "iq must be [{}, {d}], iw [Hi]", index.heads);
+    Query::new(level, index, iq, iw).score(level, index.keys, 0, out);
 }
 
-compiled_per_level!(
-    /// `out[w] = Σ_h iw[h] · max(0, products[h, w])`, heads in order.
-    fn weigh(products: &[f32], iw: &[f32], out: &mut [f32]) => weigh_body
-);
+/// A packed query.
+struct Query {
+    packed: Scratch<f32>,
+    weights: Scratch<f32>,
+}
 
-#[inline(always)]
-fn weigh_body<const FMA: bool>(products: &[f32], iw: &[f32], out: &mut [f32]) {
-    out.fill(0.0);
-    for (products, &iw) in products.chunks_exact(out.len()).zip(iw) {
-        for (out, &product) in out.iter_mut().zip(products) {
-            *out = mul_add::<FMA>(max_nan(product, 0.0), iw, *out);
+impl Query {
+    fn new(level: CpuLevel, index: &Index, iq: &[f32], iw: &[f32]) -> Self {
+        let padded = padded(index.heads);
+        let mut packed = Scratch::new(padded * index.keys.width());
+        pack(level, iq, index.keys.width(), &mut packed);
+        let mut weights = Scratch::new(padded);
+        weights[index.heads..].fill(0.0);
+        weights.iter_mut().zip(iw).for_each(|(weight, iw)| *weight = iw * index.scale);
+        Self { packed, weights }
+    }
+
+    /// Scores of the keys from `first` on.
+    fn score(&self, level: CpuLevel, keys: RowList, first: usize, out: &mut [f32]) {
+        let d = keys.width();
+        for (block, out) in out.chunks_mut(BLOCK).enumerate() {
+            let first = first + block * BLOCK;
+            let rows: [&[f32]; BLOCK] = array::from_fn(|i| if i < out.len() { keys.row(first + i) } else { &[] });
+            let mut sums = [[0.0; 8]; BLOCK];
+            let mut space = [0.0; BLOCK * LANES];
+            for (head, lanes) in panels(self.weights.len()) {
+                let space = &mut space[..out.len() * lanes];
+                products(level, &self.packed[head * d..(head + lanes) * d], lanes, &rows[..out.len()], space);
+                weigh(level, space, &self.weights[head..head + lanes], &mut sums);
+            }
+            for (out, s) in out.iter_mut().zip(&sums) {
+                *out = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
+            }
         }
     }
 }
 
-/// Ids of the `k` best scores, ascending; all ids if there are at most `k`. Of equal scores the lower id is better,
-/// which keeps the choice independent of chunking; NaN is worse than everything else.
-pub fn top_k(scores: &[f32], k: usize, out: &mut Vec<i32>) {
-    let count = i32::try_from(scores.len()).expect("ids must fit into 32 bits");
-    out.clear();
-    out.extend(0..count);
-    if k >= scores.len() {
+compiled_per_level!(
+    /// `sums[w][h mod 8] += weights[h] · max(0, products[w][h])`, heads in order.
+    fn weigh(products: &[f32], weights: &[f32], sums: &mut [[f32; 8]; BLOCK]) => weigh_body
+);
+
+#[inline(always)]
+fn weigh_body<const FMA: bool>(products: &[f32], weights: &[f32], sums: &mut [[f32; 8]; BLOCK]) {
+    for (products, sums) in products.chunks_exact(weights.len()).zip(sums) {
+        for (products, weights) in products.as_chunks::<8>().0.iter().zip(weights.as_chunks::<8>().0) {
+            for l in 0..8 {
+                sums[l] = mul_add::<FMA>(max_nan(products[l], 0.0), weights[l], sums[l]);
+            }
+        }
+    }
+}
+
+/// Fills `ids` with the numbers of the best scores, ascending; with all numbers and then -1 if there are not enough. Of
+/// equal scores the lower number is better, which keeps the choice independent of chunking; NaN is worse than everything
+/// else.
+pub fn top_k(scores: &[f32], ids: &mut [i32]) {
+    let (n, k) = (scores.len(), ids.len());
+    assert!(i32::try_from(n).is_ok(), "ids must fit into 32 bits");
+    if n <= k {
+        ids.iter_mut().enumerate().for_each(|(i, id)| *id = if i < n { i as i32 } else { -1 });
         return;
     }
-    if k > 0 {
-        out.select_nth_unstable_by(k - 1, |&a, &b| better(scores[a as usize], scores[b as usize]).then(a.cmp(&b)));
+    if k == 0 {
+        return;
     }
-    out.truncate(k);
-    out.sort_unstable();
+    let mut ranks = Scratch::new(n);
+    ranks.iter_mut().zip(scores).for_each(|(rank, score)| *rank = sortable(*score));
+    let (_, &mut last, better) = ranks.select_nth_unstable(n - k);
+    let mut equal = k - better.iter().filter(|rank| **rank > last).count();
+    let mut places = ids.iter_mut();
+    for (i, score) in scores.iter().enumerate() {
+        let rank = sortable(*score);
+        if rank > last || (rank == last && equal > 0) {
+            equal -= usize::from(rank == last);
+            *places.next().expect("as many as there are places") = i as i32;
+        }
+    }
+}
+
+/// An integer that is the larger the better the score.
+fn sortable(score: f32) -> u32 {
+    // Zeros of both signs are equal.
+    let bits = (score + 0.0).to_bits();
+    match bits {
+        _ if score.is_nan() => 0,
+        _ if bits >> 31 == 1 => !bits,
+        _ => bits | 1 << 31,
+    }
 }
 
 /// `Less` if `a` is the better score.

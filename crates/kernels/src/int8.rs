@@ -20,15 +20,16 @@ mod experts;
 mod pack;
 mod scalar;
 
+use std::cell::Cell;
 use std::ops::Range;
 
 pub use channel::{channels_matmul, is_cut};
 pub use experts::{Int8Expert, routed_experts, shared_expert};
 pub use pack::Int8Matrix;
 
-use crate::Ctx;
-use crate::level::{compiled_per_level, dispatch};
-use crate::parallel::{Disjoint, run_tasks};
+use crate::level::dispatch;
+use crate::parallel::{Disjoint, run_in_order, run_tasks};
+use crate::{CpuLevel, Ctx};
 use pack::Strip;
 
 /// Columns that share a scale.
@@ -38,7 +39,8 @@ const STRIP: usize = 8;
 /// Rows that pass by while a strip stays in registers: with 4096 columns they fill half of a small L2.
 const ROW_BLOCK: usize = 64;
 
-/// `out[t] = x[t] · wᵀ` with activations rounded to eight bits.
+/// `out[t] = x[t] · wᵀ` with activations rounded to eight bits, for each `(w, out)`: the weights share one rounding of `x`
+/// and one parallel region.
 ///
 /// - `x`   `[T, w.cols()]`
 /// - `out` `[T, w.rows()]`, overwritten; NaN where a group of `x` holds a number that is not finite
@@ -49,8 +51,12 @@ const ROW_BLOCK: usize = 64;
 /// # Panics
 ///
 /// If the lengths disagree with the shapes above.
-pub fn matmul(ctx: Ctx, x: &[f32], w: &Int8Matrix, out: &mut [f32]) {
-    grouped_matmul(ctx, x, 1, w, out);
+pub fn matmul(ctx: Ctx, x: &[f32], products: &mut [(&Int8Matrix, &mut [f32])]) {
+    let Some((w, out)) = products.first() else { return };
+    let cols = w.cols();
+    let rows = out.len().checked_div(w.rows()).or(x.len().checked_div(cols)).unwrap_or(0);
+    assert_eq!(x.len(), rows * cols, "x must be [T, {cols}] with T = {rows}");
+    run_products(ctx, x, rows, 1, products);
 }
 
 /// Block-diagonal product: `out[t, g·r .. (g+1)·r] = x[t, g·K .. (g+1)·K] · w[g·r .. (g+1)·r]ᵀ` for each group `g`.
@@ -69,33 +75,60 @@ pub fn grouped_matmul(ctx: Ctx, x: &[f32], groups: usize, w: &Int8Matrix, out: &
     let (width, outputs) = (groups * w.cols(), w.rows());
     let rows = out.len().checked_div(outputs).or(x.len().checked_div(width)).unwrap_or(0);
     assert_eq!(x.len(), rows * width, "x must be [T, {width}] with T = {rows}");
-    assert_eq!(out.len(), rows * outputs, "out must be [T, {outputs}] with T = {rows}");
-    if rows == 0 || outputs == 0 || width == 0 {
-        out.fill(0.0);
-        return;
-    }
     let per_group = outputs / groups;
     assert!(groups == 1 || per_group.is_multiple_of(STRIP), "groups of {per_group} outputs do not fill strips");
+    run_products(ctx, x, rows, groups, &mut [(w, out)]);
+}
+
+/// The products of `rows` rows of `x` with weights of equal width, cut into pieces of some strips each.
+fn run_products(ctx: Ctx, x: &[f32], rows: usize, groups: usize, products: &mut [(&Int8Matrix, &mut [f32])]) {
+    let cols = products[0].0.cols();
+    let width = groups * cols;
+    for (w, out) in &mut *products {
+        assert_eq!(w.cols(), cols, "weights of one input must have one width");
+        assert_eq!(out.len(), rows * w.rows(), "out must be [T, {}] with T = {rows}", w.rows());
+        if width == 0 {
+            out.fill(0.0);
+        }
+    }
+    if rows == 0 || width == 0 {
+        return;
+    }
+    let work: usize = products.iter().map(|(w, _)| w.rows()).sum::<usize>() * rows * cols;
+    let products: Vec<(&Int8Matrix, Disjoint<f32>)> =
+        products.iter_mut().map(|(w, out)| (*w, Disjoint::new(out))).collect();
+    let pieces_of = |w: &Int8Matrix| num_pieces(ctx, w.rows().div_ceil(STRIP), cols, work);
+    let pieces = products.iter().map(|(w, _)| pieces_of(w)).sum();
     let blocks: Vec<Range<usize>> = row_blocks(0..rows).collect();
-    let quantized = Quantized::new(ctx, &blocks, groups, w.cols(), |t| &x[t * width..(t + 1) * width]);
-    let out = Disjoint::new(out);
-    let strips = outputs.div_ceil(STRIP);
-    let tasks = strip_tasks(ctx, strips, rows * width);
-    run_tasks(ctx, tasks, |task| {
-        let mut sums = [[0.0; STRIP]; ROW_BLOCK];
-        for block in &blocks {
-            for strip in strips * task / tasks..strips * (task + 1) / tasks {
-                let first = strip * STRIP;
-                let sums = &mut sums[..block.len()];
-                multiply(ctx, &w.strip(strip), quantized.block(block.clone(), first / per_group), sums);
-                let count = STRIP.min(outputs - first);
-                for (t, sums) in block.clone().zip(&*sums) {
-                    // SAFETY: each strip belongs to one task, and a strip of a row is written once.
-                    let out = unsafe { out.piece(t * outputs + first..t * outputs + first + count) };
-                    copy_strip(sums, out);
+    Scratch::with(|scratch| {
+        let quantized = &mut scratch.x;
+        quantized.fill(ctx, &blocks, groups, cols, |t| &x[t * width..(t + 1) * width]);
+        let quantized = &*quantized;
+        run_in_order(ctx, pieces, |mut piece| {
+            let mut products = products.iter();
+            let (w, out) = loop {
+                let (w, out) = products.next().expect("every piece belongs to a product");
+                match piece.checked_sub(pieces_of(w)) {
+                    Some(rest) => piece = rest,
+                    None => break (w, out),
+                }
+            };
+            let (outputs, per_group) = (w.rows(), w.rows() / groups);
+            let mut sums = [[0.0; STRIP]; ROW_BLOCK];
+            for block in &blocks {
+                for strip in share(outputs.div_ceil(STRIP), pieces_of(w), piece) {
+                    let first = strip * STRIP;
+                    let sums = &mut sums[..block.len()];
+                    multiply(ctx, &w.strip(strip), quantized.block(block.clone(), first / per_group), sums);
+                    let count = STRIP.min(outputs - first);
+                    for (t, sums) in block.clone().zip(&*sums) {
+                        // SAFETY: each strip belongs to one piece, and a strip of a row is written once.
+                        let out = unsafe { out.piece(t * outputs + first..t * outputs + first + count) };
+                        copy_strip(sums, out);
+                    }
                 }
             }
-        }
+        });
     });
 }
 
@@ -108,12 +141,23 @@ fn copy_strip(sums: &[f32; STRIP], out: &mut [f32]) {
     }
 }
 
-/// Into how many tasks `strips` go, of `work` multiply-adds for one output each.
-fn strip_tasks(ctx: Ctx, strips: usize, work: usize) -> usize {
+/// Into how many pieces `strips` of `cols` columns go, where all products of the region are `work` multiply-adds: pieces
+/// are small enough for all threads to stream weights to the end, and large enough that starting one costs little.
+fn num_pieces(ctx: Ctx, strips: usize, cols: usize, work: usize) -> usize {
     /// Multiply-adds that are not worth waking another thread for.
     const SMALL: usize = 1 << 16;
+    /// Weights of a piece.
+    const PIECE: usize = 1 << 15;
     let threads = ctx.par.threads();
-    if threads <= 1 || strips * STRIP * work <= SMALL { 1 } else { strips.min(8 * threads) }
+    if threads <= 1 || work <= SMALL {
+        return strips.min(1);
+    }
+    strips.min((strips * STRIP * cols).div_ceil(PIECE).max(8 * threads))
+}
+
+/// Part `part` of `parts` of `0..n`.
+fn share(n: usize, parts: usize, part: usize) -> Range<usize> {
+    n * part / parts..n * (part + 1) / parts
 }
 
 fn row_blocks(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
@@ -127,8 +171,40 @@ fn multiply(ctx: Ctx, w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
     dispatch!(ctx.level, scalar::multiply(w, x, sums), avx2::multiply(w, x, sums));
 }
 
+/// Buffers of a thread that calls products; kept, so that no call of a step allocates them.
+#[derive(Default)]
+struct Scratch {
+    x: Quantized,
+    /// Of experts: hidden rows, the same rounded, and results before they are added up.
+    hidden: Vec<f32>,
+    hidden_rounded: Quantized,
+    results: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
+}
+
+impl Scratch {
+    /// Runs `body` with this thread's buffers; a call inside of a call makes its own.
+    fn with(body: impl FnOnce(&mut Self)) {
+        let mut scratch = SCRATCH.take().unwrap_or_default();
+        body(&mut scratch);
+        SCRATCH.set(Some(scratch));
+    }
+}
+
+/// The first `len` elements, whatever they hold.
+fn at_least<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    if buffer.len() < len {
+        buffer.resize(len, T::default());
+    }
+    &mut buffer[..len]
+}
+
 /// Rows rounded to eight bits. Rows come in blocks of up to `ROW_BLOCK`; in a block the order is `[group][row]`, so that
 /// rows which meet the same weights lie side by side.
+#[derive(Default)]
 struct Quantized {
     /// Groups of a section.
     groups: usize,
@@ -157,40 +233,39 @@ impl XBlock<'_> {
 
 impl Quantized {
     /// Rounds the rows of `blocks`, which follow one another from 0; row `t` is `row(t)`, `sections` times `cols` numbers.
-    fn new<'a>(
+    fn fill<'a>(
+        &mut self,
         ctx: Ctx,
         blocks: &[Range<usize>],
         sections: usize,
         cols: usize,
         row: impl Fn(usize) -> &'a [f32] + Sync,
-    ) -> Self {
+    ) {
         let groups = cols.div_ceil(GROUP);
         let rows = blocks.last().map_or(0, |block| block.end);
         let n = rows * sections * groups;
-        let (mut codes, mut scales, mut zeros) = (vec![[0; GROUP]; n], vec![0.0; n], vec![0; n]);
-        {
-            let (codes, scales, zeros) =
-                (Disjoint::new(&mut codes), Disjoint::new(&mut scales), Disjoint::new(&mut zeros));
-            run_tasks(ctx.light(rows * sections * cols), blocks.len(), |i| {
-                let block = &blocks[i];
-                let place = block.start * sections * groups..block.end * sections * groups;
-                // SAFETY: blocks do not overlap and each is a task of its own.
-                let codes = unsafe { codes.piece(place.clone()) };
-                // SAFETY: the same.
-                let scales = unsafe { scales.piece(place.clone()) };
-                // SAFETY: the same.
-                let zeros = unsafe { zeros.piece(place) };
-                for (r, t) in block.clone().enumerate() {
-                    let row = row(t);
-                    assert_eq!(row.len(), sections * cols, "rows must have {sections} x {cols} numbers");
-                    for (s, x) in row.chunks_exact(cols).enumerate() {
-                        let first = s * groups * block.len() + r;
-                        quantize_row(ctx.level, x, first, block.len(), codes, scales, zeros);
-                    }
+        (self.groups, self.sections) = (groups, sections);
+        let codes = Disjoint::new(at_least(&mut self.codes, n));
+        let scales = Disjoint::new(at_least(&mut self.scales, n));
+        let zeros = Disjoint::new(at_least(&mut self.zeros, n));
+        run_tasks(ctx.light(rows * sections * cols), blocks.len(), |i| {
+            let block = &blocks[i];
+            let place = block.start * sections * groups..block.end * sections * groups;
+            // SAFETY: blocks do not overlap and each is a task of its own.
+            let codes = unsafe { codes.piece(place.clone()) };
+            // SAFETY: the same.
+            let scales = unsafe { scales.piece(place.clone()) };
+            // SAFETY: the same.
+            let zeros = unsafe { zeros.piece(place) };
+            for (r, t) in block.clone().enumerate() {
+                let row = row(t);
+                assert_eq!(row.len(), sections * cols, "rows must have {sections} x {cols} numbers");
+                for (s, x) in row.chunks_exact(cols).enumerate() {
+                    let first = s * groups * block.len() + r;
+                    quantize_row(ctx.level, x, first, block.len(), codes, scales, zeros);
                 }
-            });
-        }
-        Self { groups, sections, codes, scales, zeros }
+            }
+        });
     }
 
     fn block(&self, rows: Range<usize>, section: usize) -> XBlock<'_> {
@@ -200,20 +275,9 @@ impl Quantized {
     }
 }
 
-compiled_per_level!(
-    /// Rounds one row; group `g` goes to place `first + g · stride`.
-    fn quantize_row(
-        x: &[f32],
-        first: usize,
-        stride: usize,
-        codes: &mut [[i8; GROUP]],
-        scales: &mut [f32],
-        zeros: &mut [i32],
-    ) => quantize_row_body
-);
-
-#[inline(always)]
-fn quantize_row_body<const FMA: bool>(
+/// Rounds one row; group `g` goes to place `first + g · stride`.
+fn quantize_row(
+    level: CpuLevel,
     x: &[f32],
     first: usize,
     stride: usize,
@@ -224,7 +288,8 @@ fn quantize_row_body<const FMA: bool>(
     let (whole, tail) = x.as_chunks::<GROUP>();
     let mut place = first;
     let mut group = |x: &[f32; GROUP]| {
-        let (scale, sum) = quantize(x, &mut codes[place]);
+        let (scale, sum) =
+            dispatch!(level, scalar::quantize(x, &mut codes[place]), avx2::quantize(x, &mut codes[place]));
         scales[place] = scale;
         zeros[place] = -12 * sum;
         place += stride;
@@ -239,30 +304,3 @@ fn quantize_row_body<const FMA: bool>(
 
 /// Largest magnitude that is rounded to zero: its reciprocal would overflow.
 const TINY: f32 = 1e-30;
-
-/// `x ≈ scale · codes`, columns in the order of [`pack::ORDER`]; returns the scale, NaN if a number is not finite, and
-/// the sum of the codes. Each number is off by at most `max|x| / 253`.
-#[inline(always)]
-fn quantize(x: &[f32; GROUP], codes: &mut [i8; GROUP]) -> (f32, i32) {
-    /// Adding this rounds to an integer (ties to even) and leaves it in the low mantissa bits.
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
-    // As integers NaN and infinity are larger than every number.
-    let bits = x.iter().fold(0i32, |max, x| max.max((x.to_bits() & 0x7fff_ffff) as i32));
-    let amax = f32::from_bits(bits as u32);
-    let usable = amax.is_finite() && amax > TINY;
-    let factor = if usable { 127.0 / amax } else { 0.0 };
-    let mut rounded = [0i32; GROUP];
-    let mut sum = 0;
-    for (rounded, &x) in rounded.iter_mut().zip(x) {
-        *rounded = ((x * factor + ROUND).to_bits() as i32) - ROUND.to_bits() as i32;
-        sum += *rounded;
-    }
-    if !usable {
-        *codes = [0; GROUP];
-        return (if amax.is_finite() { 0.0 } else { f32::NAN }, 0);
-    }
-    for (code, &place) in codes.iter_mut().zip(&pack::ORDER) {
-        *code = rounded[place] as i8;
-    }
-    (amax / 127.0, sum)
-}

@@ -15,12 +15,12 @@
 #![warn(missing_docs)]
 
 pub mod attend;
-mod dot;
 pub mod elementwise;
 pub mod embed;
 pub mod experts;
 pub mod formats;
 pub mod hc;
+mod heads;
 pub mod index;
 pub mod int8;
 mod level;
@@ -33,15 +33,16 @@ pub mod reference;
 pub mod rope;
 pub mod route;
 mod rows;
+mod scratch;
 pub mod swiglu;
 
-pub use attend::attend_row;
+pub use attend::{Visible, attend};
 pub use elementwise::{add, argmax};
 pub use embed::embed;
 pub use experts::{ExpertWeights, routed_experts, shared_expert};
 pub use formats::{TableError, fake_fp4, fake_fp8, hadamard, has_nan_scale, row_to_f32, to_f32, to_i32};
 pub use hc::{HcParams, hc_head, hc_mix, hc_post, hc_pre, sinkhorn, stream_mean};
-pub use index::{index_scores, top_k};
+pub use index::{Index, index_scores, index_topk, top_k};
 pub use level::CpuLevel;
 pub use matmul::{grouped_matmul, matmul};
 pub use norm::{rms_norm, rms_norm_in_place};

@@ -83,23 +83,6 @@ pub(crate) fn lane_sum(x: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
     lanes[0]
 }
 
-/// Largest element, NaN ignored; negative infinity for none.
-#[inline(always)]
-pub(crate) fn lane_max(x: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut chunks = x.chunks_exact(LANES);
-    let larger = |a: f32, b: f32| if b > a { b } else { a };
-    for chunk in &mut chunks {
-        for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, x);
-        }
-    }
-    for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane = larger(*lane, x);
-    }
-    lanes.into_iter().fold(f32::NEG_INFINITY, larger)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -142,7 +125,6 @@ mod tests {
         for n in [0, 1, 31, 32, 33, 100] {
             let x: Vec<f32> = (0..n).map(|i| i as f32).collect();
             assert_eq!(lane_sum(&x, |a, b| a + b), (0..n).sum::<i32>() as f32);
-            assert_eq!(lane_max(&x), if n == 0 { f32::NEG_INFINITY } else { (n - 1) as f32 });
         }
     }
 }

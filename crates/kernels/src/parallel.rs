@@ -5,7 +5,7 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use crate::CpuLevel;
 
@@ -78,6 +78,51 @@ pub(crate) fn run_tasks(ctx: Ctx, tasks: usize, body: impl Fn(usize) + Sync) {
         }
     });
     assert!(next.into_inner() >= tasks, "Parallel::run must call the body once for every task");
+}
+
+/// Threads that [`run_in_order`] gives shares of their own.
+const MAX_SHARES: usize = 32;
+
+/// Pieces of one share that nobody has taken: the first in the low half, the end in the high half.
+#[repr(align(128))]
+struct Share(AtomicU64);
+
+impl Share {
+    fn new(pieces: Range<usize>) -> Self {
+        Self(AtomicU64::new(pieces.start as u64 | ((pieces.end as u64) << 32)))
+    }
+
+    /// Takes the first piece, or the last one.
+    fn take(&self, last: bool) -> Option<usize> {
+        let cut = |word: u64| {
+            let (first, end) = (word & u64::from(u32::MAX), word >> 32);
+            (first < end).then(|| if last { first | ((end - 1) << 32) } else { (first + 1) | (end << 32) })
+        };
+        let word = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, cut).ok()?;
+        Some(if last { (word >> 32) as usize - 1 } else { (word & u64::from(u32::MAX)) as usize })
+    }
+}
+
+/// Runs `body(0..pieces)`, each index exactly once. Each thread walks through a share of neighbouring pieces in ascending
+/// order, so that what they read streams; who is done early takes pieces from the ends of the other shares.
+pub(crate) fn run_in_order(ctx: Ctx, pieces: usize, body: impl Fn(usize) + Sync) {
+    let shares = ctx.par.threads().min(pieces).min(MAX_SHARES);
+    if shares <= 1 {
+        return (0..pieces).for_each(body);
+    }
+    assert!(u32::try_from(pieces).is_ok(), "{pieces} pieces are too many");
+    let queue: [Share; MAX_SHARES] = std::array::from_fn(|i| Share::new(row_range(pieces, shares, i.min(shares - 1))));
+    let queue = &queue[..shares];
+    run_tasks(ctx, shares, |own| {
+        while let Some(piece) = queue[own].take(false) {
+            body(piece);
+        }
+        for other in 1..shares {
+            while let Some(piece) = queue[(own + other) % shares].take(true) {
+                body(piece);
+            }
+        }
+    });
 }
 
 /// A mutable slice that tasks cut into pieces which do not overlap.

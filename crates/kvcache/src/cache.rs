@@ -164,13 +164,27 @@ impl Cache {
         let Some(last) = blocks.last() else { return Found { lease: None, blocks, matched } };
         self.entries.get_mut(last).expect("found above").boundary_used = self.clock;
         self.counters.hits += 1;
+        Found { lease: Some(self.lease(&blocks)), blocks, matched }
+    }
+
+    /// Keeps blocks until the lease is released.
+    ///
+    /// # Panics
+    ///
+    /// If one of them is not here.
+    pub fn lease(&mut self, blocks: &[BlockId]) -> LeaseId {
         let lease = LeaseId(self.next);
         self.next += 1;
-        for id in &blocks {
-            self.entries.get_mut(id).expect("found above").leases += 1;
+        for id in blocks {
+            self.entries.get_mut(id).expect("only what is here is leased").leases += 1;
         }
-        self.leases.insert(lease, blocks.clone());
-        Found { lease: Some(lease), blocks, matched }
+        self.leases.insert(lease, blocks.to_vec());
+        lease
+    }
+
+    /// Leases that are not released.
+    pub fn num_leases(&self) -> usize {
+        self.leases.len()
     }
 
     /// # Panics

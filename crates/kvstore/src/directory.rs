@@ -1,15 +1,13 @@
 //! The directory as a whole: what is in it, what of it is ours, what is damaged.
 
-use std::fs::{self, File};
-use std::io::{self, Read as _};
+use std::io;
 use std::path::Path;
 
+use crate::files::{FileSystem, Native};
 use crate::format::{HEADER_BYTES, Header, Kind, Name};
 
 /// Files looked at when a store opens; whatever is beyond counts as foreign.
 pub(crate) const MAX_FILES: usize = 200_000;
-/// Folders inside the directory are looked into so deep.
-const MAX_DEPTH: usize = 8;
 pub(crate) const TEMPORARY: &str = "tmp-";
 pub(crate) const DAMAGED: &str = "damaged";
 pub(crate) const LOCK: &str = "lock";
@@ -53,7 +51,8 @@ enum Found {
     Foreign,
 }
 
-fn classify(name: &str) -> Found {
+fn classify(name: Option<&str>) -> Found {
+    let Some(name) = name else { return Found::Foreign };
     if name.starts_with(TEMPORARY) {
         Found::Temporary
     } else if name.ends_with(&format!(".{DAMAGED}")) {
@@ -63,74 +62,53 @@ fn classify(name: &str) -> Found {
     }
 }
 
-/// Calls `each` for every file directly in `dir`, with its name and length; files in folders are foreign and counted by the
-/// caller's `each` with an empty name.
-fn walk(dir: &Path, each: &mut dyn FnMut(&str, u64)) -> io::Result<()> {
-    for entry in fs::read_dir(dir)? {
-        let entry = entry?;
-        // A file may go while we look.
-        let Ok(metadata) = entry.metadata() else { continue };
-        if metadata.is_dir() {
-            each("", folder_bytes(&entry.path(), MAX_DEPTH));
-        } else {
-            each(&entry.file_name().to_string_lossy(), metadata.len());
-        }
-    }
-    Ok(())
-}
-
-fn folder_bytes(dir: &Path, depth: usize) -> u64 {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    let sizes = entries.map(|entry| match entry.metadata() {
-        Ok(metadata) if metadata.is_dir() && depth > 0 => folder_bytes(&entry.path(), depth - 1),
-        Ok(metadata) => metadata.len(),
-        Err(_) => 0,
-    });
-    sizes.sum()
-}
-
 /// Counts every byte under `dir`.
 ///
 /// # Errors
 ///
 /// If the directory cannot be read.
 pub fn usage(dir: &Path) -> io::Result<Usage> {
+    usage_of(&Native, dir)
+}
+
+pub(crate) fn usage_of(files: &dyn FileSystem, dir: &Path) -> io::Result<Usage> {
     let mut usage = Usage::default();
-    walk(dir, &mut |name, bytes| {
-        let (files, sum) = match classify(name) {
+    for entry in files.list(dir)? {
+        let (files, sum) = match classify(entry.name.as_deref()) {
             Found::Ours(_) => (&mut usage.files, &mut usage.bytes),
             Found::Damaged => (&mut usage.damaged_files, &mut usage.damaged_bytes),
             Found::Temporary => (&mut usage.temporary_files, &mut usage.temporary_bytes),
             Found::Foreign => (&mut usage.foreign_files, &mut usage.foreign_bytes),
         };
         *files += 1;
-        *sum += bytes;
-    })?;
+        *sum += entry.bytes;
+    }
     Ok(usage)
 }
 
 /// Removes what a stopped process left half-written and what was found damaged before; reads the headers of the rest. Files
 /// whose header is damaged are set aside; `quarantined` counts them.
-pub(crate) fn scan(dir: &Path, quarantined: &mut u64) -> io::Result<Vec<Item>> {
+pub(crate) fn scan(files: &dyn FileSystem, dir: &Path, quarantined: &mut u64) -> io::Result<Vec<Item>> {
     let (mut names, mut stale) = (Vec::new(), Vec::new());
-    walk(dir, &mut |name, bytes| match classify(name) {
-        Found::Ours(name) if names.len() < MAX_FILES => names.push((name, bytes)),
-        Found::Damaged | Found::Temporary => stale.push(name.to_owned()),
-        Found::Ours(_) | Found::Foreign => {}
-    })?;
+    for entry in files.list(dir)? {
+        match classify(entry.name.as_deref()) {
+            Found::Ours(name) if names.len() < MAX_FILES => names.push((name, entry.bytes)),
+            Found::Damaged | Found::Temporary => stale.extend(entry.name),
+            Found::Ours(_) | Found::Foreign => {}
+        }
+    }
     for name in stale {
-        fs::remove_file(dir.join(name))?;
+        files.remove(&dir.join(name))?;
     }
     let mut items = Vec::new();
     for (name, file_bytes) in names {
-        let path = dir.join(name.to_string());
-        let mut bytes = [0; HEADER_BYTES];
-        let header = File::open(&path).and_then(|mut file| file.read_exact(&mut bytes));
-        match header.map_err(|_| "the header cannot be read").and_then(|()| Header::decode(name, &bytes, file_bytes)) {
+        let header = files.read(&dir.join(name.to_string()), HEADER_BYTES as u64);
+        match header.map_err(|_| "the header cannot be read").and_then(|bytes| Header::decode(name, &bytes, file_bytes))
+        {
             Ok(header) => items.push(Item { header, file_bytes }),
             Err(reason) => {
                 *quarantined += 1;
-                set_aside(dir, name, reason);
+                set_aside(files, dir, name, reason);
             }
         }
     }
@@ -140,12 +118,12 @@ pub(crate) fn scan(dir: &Path, quarantined: &mut u64) -> io::Result<Vec<Item>> {
 }
 
 /// Takes a damaged file out of service.
-pub(crate) fn set_aside(dir: &Path, name: Name, reason: &str) {
+pub(crate) fn set_aside(files: &dyn FileSystem, dir: &Path, name: Name, reason: &str) {
     tracing::warn!(file = %name, reason, "a stored block is damaged and set aside");
     let from = dir.join(name.to_string());
-    if fs::rename(&from, dir.join(format!("{name}.{DAMAGED}"))).is_err() {
+    if files.rename(&from, &dir.join(format!("{name}.{DAMAGED}"))).is_err() {
         // What cannot be renamed may at least not be read again.
-        let _ = fs::remove_file(&from);
+        let _ = files.remove(&from);
     }
 }
 
@@ -155,16 +133,13 @@ pub(crate) fn set_aside(dir: &Path, name: Name, reason: &str) {
 ///
 /// If the directory cannot be read.
 pub fn verify(dir: &Path) -> io::Result<(u64, Vec<(Name, &'static str)>)> {
-    let mut names = Vec::new();
-    walk(dir, &mut |name, _| {
-        if let Found::Ours(name) = classify(name) {
-            names.push(name);
-        }
-    })?;
+    let entries = Native.list(dir)?.into_iter();
+    let mut names: Vec<Name> = entries.filter_map(|entry| Name::parse(&entry.name?)).collect();
     names.sort_unstable();
     let (mut sound, mut damaged) = (0, Vec::new());
     for name in names {
-        let checked = fs::read(dir.join(name.to_string()))
+        let checked = Native
+            .read(&dir.join(name.to_string()), u64::MAX)
             .map_err(|_| "it cannot be read")
             .and_then(|file| Header::split(name, &file).map(|_| ()));
         match checked {
@@ -181,14 +156,10 @@ pub fn verify(dir: &Path) -> io::Result<(u64, Vec<(Name, &'static str)>)> {
 ///
 /// If a file cannot be removed.
 pub fn clear(dir: &Path) -> io::Result<u64> {
-    let mut ours = Vec::new();
-    walk(dir, &mut |name, _| {
-        if !matches!(classify(name), Found::Foreign) {
-            ours.push(name.to_owned());
-        }
-    })?;
+    let entries = Native.list(dir)?.into_iter().filter(|e| !matches!(classify(e.name.as_deref()), Found::Foreign));
+    let ours: Vec<String> = entries.filter_map(|entry| entry.name).collect();
     for name in &ours {
-        fs::remove_file(dir.join(name))?;
+        Native.remove(&dir.join(name))?;
     }
     Ok(ours.len() as u64)
 }

@@ -3,10 +3,12 @@
 //! Moves bytes and decides nothing: what is kept and what goes is `kvcache`'s business. The store may forget; it may never
 //! lie, so everything is checked when it is read. The format is described in `docs/formats/kvstore.md`; [`format`] has it.
 
+mod breaker;
 mod directory;
+pub mod files;
 pub mod format;
 mod store;
 
 pub use directory::{Item, Usage, clear, usage, verify};
 pub use format::{Header, Kind, Name};
-pub use store::{Read, Status, Store, StoreError};
+pub use store::{Hands, Read, Status, Store, StoreError};

@@ -1,19 +1,21 @@
-//! A store that is open: reads on the caller's thread, writes and removals on its own.
+//! A store that is open: writes, removals and reads wait in bounded queues and are done by two threads of its own, or, where
+//! time is virtual, by whoever has its [`Hands`].
 
 use std::collections::{BTreeSet, VecDeque};
-use std::fs::{self, File, TryLockError};
-use std::io::{self, Write as _};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use crate::directory::{Item, LOCK, TEMPORARY, scan, set_aside, usage};
+use crate::breaker::Breaker;
+use crate::directory::{Item, LOCK, TEMPORARY, scan, set_aside, usage_of};
+use crate::files::{FileSystem, Lock, Native};
 use crate::format::{HEADER_BYTES, Header, Name};
 
 /// Writes that may wait; more are dropped and counted.
-const MAX_QUEUED: usize = 256;
-/// Failed writes in a row after which the store gives up.
-const MAX_FAILURES: u32 = 3;
+const MAX_QUEUED_WRITES: usize = 256;
+/// Jobs of reading that may wait; more are refused and counted.
+const MAX_QUEUED_READS: usize = 64;
 
 /// Why a store does not open.
 #[derive(Debug, thiserror::Error)]
@@ -46,16 +48,22 @@ pub struct Status {
     pub foreign_bytes: u64,
     pub written: u64,
     pub read: u64,
-    /// Writes dropped because the queue was full or there was no room.
+    /// Writes dropped because the queue was full, there was no room or nothing to write, or writing is off.
     pub dropped: u64,
+    /// Jobs of reading refused because the queue was full or reading is off.
+    pub refused_reads: u64,
     /// Damaged files set aside.
     pub quarantined: u64,
     pub failed_writes: u64,
-    /// Why the store takes nothing more, if so.
-    pub failure: Option<String>,
+    pub failed_reads: u64,
+    /// Why nothing more is written, if so.
+    pub write_failure: Option<String>,
+    /// Why nothing more is read, if so.
+    pub read_failure: Option<String>,
 }
 
-type Payload = Box<dyn FnOnce() -> Vec<u8> + Send>;
+type Payload = Box<dyn FnOnce() -> Option<Vec<u8>> + Send>;
+type Job = Box<dyn FnOnce(&dyn Fn(Name) -> Read) + Send>;
 
 #[derive(Default)]
 struct Shared {
@@ -63,14 +71,21 @@ struct Shared {
     removals: VecDeque<Name>,
     /// The writer is busy with it.
     busy: Option<Name>,
+    jobs: VecDeque<(u32, Job)>,
     /// Writes that came to nothing, for the caller to forget.
     lost: Vec<Name>,
     status: Status,
+    writing: Breaker,
+    reading: Breaker,
+    /// Temporary names given so far.
+    temporaries: u64,
     stopping: bool,
 }
 
 struct Inner {
+    files: Arc<dyn FileSystem>,
     dir: PathBuf,
+    lock: Box<dyn Lock>,
     shared: Mutex<Shared>,
     changed: Condvar,
 }
@@ -78,10 +93,11 @@ struct Inner {
 /// Files under one directory, of which this process alone has charge.
 pub struct Store {
     inner: Arc<Inner>,
-    writer: Option<JoinHandle<()>>,
-    /// Locked as long as the store is open.
-    lock: File,
+    threads: Vec<JoinHandle<()>>,
 }
+
+/// What does a store's work: one thing at a time.
+pub struct Hands(Arc<Inner>);
 
 impl Store {
     /// Opens `dir`, creating it if need be, and lists what is there, parents first. What is beyond `limit_bytes` is for the
@@ -91,34 +107,54 @@ impl Store {
     ///
     /// If the directory cannot be used.
     pub fn open(dir: &Path, limit_bytes: u64) -> Result<(Self, Vec<Item>), StoreError> {
-        let io = |op, path: &Path| {
-            let path = path.to_owned();
-            move |reason| StoreError::Io { op, path, reason }
-        };
-        fs::create_dir_all(dir).map_err(io("create", dir))?;
-        let path = dir.join(LOCK);
-        let lock = File::options().create(true).write(true).truncate(false).open(&path).map_err(io("open", &path))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(StoreError::InUse { dir: dir.to_owned() }),
-            Err(TryLockError::Error(reason)) => return Err(io("lock", &path)(reason)),
-        }
-        let mut status = Status { limit_bytes, ..Status::default() };
-        let items = scan(dir, &mut status.quarantined).map_err(io("read", dir))?;
-        let known: u64 = items.iter().map(|item| item.file_bytes).sum();
-        status.foreign_bytes = usage(dir).map_err(io("read", dir))?.total_bytes().saturating_sub(known);
-        let shared = Mutex::new(Shared { status, ..Shared::default() });
-        let inner = Arc::new(Inner { dir: dir.to_owned(), shared, changed: Condvar::new() });
-        let of_writer = Arc::clone(&inner);
-        let writer = std::thread::Builder::new().name("kvstore".to_owned()).spawn(move || of_writer.write_all());
-        let writer = Some(writer.map_err(io("start a thread for", dir))?);
-        Ok((Self { inner, writer, lock }, items))
+        Self::open_on(Arc::new(Native), dir, limit_bytes)
     }
 
-    /// Queues a file to be written; `payload` is called on the store's own thread. False if it is dropped.
-    pub fn put(&self, header: Header, payload: impl FnOnce() -> Vec<u8> + Send + 'static) -> bool {
+    /// As [`Self::open`], on another file system.
+    ///
+    /// # Errors
+    ///
+    /// If the directory cannot be used.
+    pub fn open_on(files: Arc<dyn FileSystem>, dir: &Path, limit_bytes: u64) -> Result<(Self, Vec<Item>), StoreError> {
+        let (mut store, items, _) = Self::open_idle(files, dir, limit_bytes)?;
+        for (name, work) in [("kvstore", Hands::write_all as fn(&Hands)), ("kvstore-read", Hands::read_all)] {
+            let hands = Hands(Arc::clone(&store.inner));
+            let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || work(&hands));
+            store.threads.push(thread.map_err(io_error("start a thread for", dir))?);
+        }
+        Ok((store, items))
+    }
+
+    /// As [`Self::open_on`], without threads: nothing is done but by the hands.
+    ///
+    /// # Errors
+    ///
+    /// If the directory cannot be used.
+    pub fn open_idle(
+        files: Arc<dyn FileSystem>,
+        dir: &Path,
+        limit_bytes: u64,
+    ) -> Result<(Self, Vec<Item>, Hands), StoreError> {
+        files.create_dir(dir).map_err(io_error("create", dir))?;
+        let path = dir.join(LOCK);
+        let lock = files.lock(&path).map_err(io_error("lock", &path))?;
+        let lock = lock.ok_or_else(|| StoreError::InUse { dir: dir.to_owned() })?;
+        let mut status = Status { limit_bytes, ..Status::default() };
+        let items = scan(&*files, dir, &mut status.quarantined).map_err(io_error("read", dir))?;
+        let known: u64 = items.iter().map(|item| item.file_bytes).sum();
+        let used = usage_of(&*files, dir).map_err(io_error("read", dir))?;
+        status.foreign_bytes = used.total_bytes().saturating_sub(known);
+        let shared = Mutex::new(Shared { status, ..Shared::default() });
+        let inner = Arc::new(Inner { files, dir: dir.to_owned(), lock, shared, changed: Condvar::new() });
+        let hands = Hands(Arc::clone(&inner));
+        Ok((Self { inner, threads: Vec::new() }, items, hands))
+    }
+
+    /// Queues a file to be written; `payload` is called when its turn comes, and may find that there is nothing to write.
+    /// False if it is dropped.
+    pub fn put(&self, header: Header, payload: impl FnOnce() -> Option<Vec<u8>> + Send + 'static) -> bool {
         let mut shared = self.inner.lock();
-        if shared.writes.len() >= MAX_QUEUED || shared.status.failure.is_some() {
+        if shared.writes.len() >= MAX_QUEUED_WRITES || !shared.writing.admits() {
             shared.status.dropped += 1;
             return false;
         }
@@ -140,31 +176,22 @@ impl Store {
         self.inner.changed.notify_all();
     }
 
-    /// Reads a file whole and checks it.
-    pub fn read(&self, name: Name, layout: u32) -> Read {
-        let file = match fs::read(self.inner.dir.join(name.to_string())) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Read::Missing,
-            Err(error) => {
-                tracing::warn!(file = %name, %error, "a stored block cannot be read");
-                return Read::Missing;
-            }
-        };
+    /// Queues a job that reads files of `layout`; when its turn comes it is called with what reads one. False if it is
+    /// refused.
+    pub fn fetch(&self, layout: u32, job: impl FnOnce(&dyn Fn(Name) -> Read) + Send + 'static) -> bool {
         let mut shared = self.inner.lock();
-        match Header::split(name, &file) {
-            Ok((header, payload)) if header.layout == layout => {
-                shared.status.read += 1;
-                Read::Found(payload.to_vec())
-            }
-            Ok(_) => Read::Missing,
-            Err(reason) => {
-                shared.status.quarantined += 1;
-                shared.status.foreign_bytes += file.len() as u64;
-                drop(shared);
-                set_aside(&self.inner.dir, name, reason);
-                Read::Damaged
-            }
+        if shared.jobs.len() >= MAX_QUEUED_READS || !shared.reading.admits() {
+            shared.status.refused_reads += 1;
+            return false;
         }
+        shared.jobs.push_back((layout, Box::new(job)));
+        self.inner.changed.notify_all();
+        true
+    }
+
+    /// Reads a file whole and checks it, at once.
+    pub fn read(&self, name: Name, layout: u32) -> Read {
+        self.inner.read(name, layout)
     }
 
     /// Files that were to be written and are not, since the last call.
@@ -174,31 +201,89 @@ impl Store {
 
     /// Counts and gauges.
     pub fn status(&self) -> Status {
-        self.inner.lock().status.clone()
+        let shared = self.inner.lock();
+        let (write_failure, read_failure) = (shared.writing.reason().cloned(), shared.reading.reason().cloned());
+        Status { write_failure, read_failure, ..shared.status.clone() }
     }
 
-    /// Waits until everything queued is done.
+    /// Waits until everything queued to be written or removed is done.
     pub fn flush(&self) {
         let mut shared = self.inner.lock();
-        while !(shared.writes.is_empty() && shared.removals.is_empty() && shared.busy.is_none()) {
-            shared = self.inner.changed.wait(shared).unwrap_or_else(PoisonError::into_inner);
+        // Without threads nobody would ever do it.
+        while !self.threads.is_empty() && (shared.has_writes() || shared.busy.is_some()) {
+            shared = self.inner.wait(shared);
         }
     }
 }
 
 impl Drop for Store {
     fn drop(&mut self) {
-        self.inner.lock().stopping = true;
+        let mut shared = self.inner.lock();
+        shared.stopping = true;
+        shared.jobs.clear();
+        drop(shared);
         self.inner.changed.notify_all();
-        if let Some(writer) = self.writer.take()
-            && writer.join().is_err()
-        {
-            tracing::error!("the store's thread ended with a panic");
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the store ended with a panic");
+            }
         }
-        // Closing is not enough if a child that is just being started has the file open too.
-        if let Err(error) = self.lock.unlock() {
-            tracing::warn!(%error, "the store's lock cannot be given back");
+    }
+}
+
+impl Hands {
+    /// True if something is to be written or removed.
+    pub fn has_writes(&self) -> bool {
+        self.0.lock().has_writes()
+    }
+
+    /// True if something is to be read.
+    pub fn has_reads(&self) -> bool {
+        !self.0.lock().jobs.is_empty()
+    }
+
+    /// Removes or writes the file whose turn it is; removals first, since they make room.
+    pub fn write_one(&self) {
+        let mut shared = self.0.lock();
+        if let Some(name) = shared.removals.pop_front() {
+            shared.busy = Some(name);
+            drop(shared);
+            // What is gone already is as good, and what cannot go is counted by the next write.
+            let _ = self.0.files.remove(&self.0.dir.join(name.to_string()));
+        } else if let Some((header, payload)) = shared.writes.pop_front() {
+            shared.busy = Some(header.name);
+            drop(shared);
+            self.0.write_and_note(&header, payload);
         }
+        self.0.lock().busy = None;
+        self.0.changed.notify_all();
+    }
+
+    /// Does the job of reading whose turn it is.
+    pub fn read_one(&self) {
+        let job = self.0.lock().jobs.pop_front();
+        if let Some((layout, job)) = job {
+            job(&|name| self.0.read(name, layout));
+        }
+    }
+
+    /// A thread's life: ends when everything is done and nothing more will come.
+    fn write_all(&self) {
+        while self.0.wait_for(Shared::has_writes) {
+            self.write_one();
+        }
+    }
+
+    fn read_all(&self) {
+        while self.0.wait_for(|shared| !shared.jobs.is_empty()) {
+            self.read_one();
+        }
+    }
+}
+
+impl Shared {
+    fn has_writes(&self) -> bool {
+        !(self.writes.is_empty() && self.removals.is_empty())
     }
 }
 
@@ -207,82 +292,118 @@ impl Inner {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The store's thread: removals first, since they make room. Ends when everything is done.
-    fn write_all(&self) {
-        let (mut failures, mut count) = (0, 0u64);
-        loop {
-            let mut shared = self.lock();
-            shared.busy = None;
-            self.changed.notify_all();
-            while shared.writes.is_empty() && shared.removals.is_empty() {
-                if shared.stopping {
-                    return;
-                }
-                shared = self.changed.wait(shared).unwrap_or_else(PoisonError::into_inner);
+    fn wait<'a>(&self, shared: MutexGuard<'a, Shared>) -> MutexGuard<'a, Shared> {
+        self.changed.wait(shared).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for work; false if there is none and the store closes.
+    fn wait_for(&self, work: impl Fn(&Shared) -> bool) -> bool {
+        let mut shared = self.lock();
+        while !work(&shared) {
+            if shared.stopping {
+                return false;
             }
-            if let Some(name) = shared.removals.pop_front() {
-                shared.busy = Some(name);
+            shared = self.wait(shared);
+        }
+        true
+    }
+
+    fn read(&self, name: Name, layout: u32) -> Read {
+        let file = match self.files.read(&self.dir.join(name.to_string()), u64::MAX) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Read::Missing,
+            Err(error) => {
+                let mut shared = self.lock();
+                shared.status.failed_reads += 1;
+                tracing::warn!(file = %name, %error, "a stored block cannot be read");
+                if shared.reading.failed(error.to_string(), false) {
+                    tracing::warn!(dir = %self.dir.display(), "the disk does not give back what is stored: it is asked seldom");
+                }
+                return Read::Missing;
+            }
+        };
+        let checked = Header::split(name, &file);
+        let mut shared = self.lock();
+        if shared.reading.succeeded() {
+            tracing::info!(dir = %self.dir.display(), "the disk gives back what is stored again");
+        }
+        match checked {
+            Ok((header, payload)) if header.layout == layout => {
+                shared.status.read += 1;
                 drop(shared);
-                // What is gone already is as good.
-                let _ = fs::remove_file(self.dir.join(name.to_string()));
-                continue;
+                Read::Found(payload.to_vec())
             }
-            let Some((header, payload)) = shared.writes.pop_front() else { continue };
-            shared.busy = Some(header.name);
-            let limit = shared.status.limit_bytes;
-            drop(shared);
-            count += 1;
-            let done = self.write(&header, payload, limit, count);
-            let mut shared = self.lock();
-            match done {
-                Ok(true) => {
-                    failures = 0;
-                    shared.status.written += 1;
+            Ok(_) => Read::Missing,
+            Err(reason) => {
+                shared.status.quarantined += 1;
+                shared.status.foreign_bytes += file.len() as u64;
+                drop(shared);
+                set_aside(&*self.files, &self.dir, name, reason);
+                Read::Damaged
+            }
+        }
+    }
+
+    fn write_and_note(&self, header: &Header, payload: Payload) {
+        let done = self.write(header, payload);
+        let is_ours = done.is_ok() || self.lock.is_in_place();
+        let mut shared = self.lock();
+        match done {
+            Ok(true) => {
+                shared.status.written += 1;
+                if shared.writing.succeeded() {
+                    tracing::info!(dir = %self.dir.display(), "blocks are stored on disk again");
                 }
-                Ok(false) => {
-                    shared.status.dropped += 1;
-                    shared.lost.push(header.name);
-                }
-                Err(error) => {
-                    failures += 1;
-                    shared.status.failed_writes += 1;
-                    shared.lost.push(header.name);
-                    tracing::warn!(file = %header.name, %error, "a block cannot be stored");
-                    if failures >= MAX_FAILURES && shared.status.failure.is_none() {
-                        tracing::warn!(dir = %self.dir.display(), "nothing more is stored on disk until the next start");
-                        shared.status.failure = Some(error.to_string());
-                        let waiting: Vec<Name> = shared.writes.drain(..).map(|(header, _)| header.name).collect();
-                        shared.lost.extend(waiting);
-                    }
+            }
+            Ok(false) => {
+                shared.status.dropped += 1;
+                shared.lost.push(header.name);
+            }
+            Err(error) => {
+                shared.status.failed_writes += 1;
+                shared.lost.push(header.name);
+                tracing::warn!(file = %header.name, %error, "a block cannot be stored");
+                if shared.writing.failed(error.to_string(), !is_ours) {
+                    let until = if is_ours { "until the disk takes one again" } else { "until the next start" };
+                    tracing::warn!(dir = %self.dir.display(), "nothing more is stored on disk {until}");
+                    let waiting: Vec<Name> = shared.writes.drain(..).map(|(header, _)| header.name).collect();
+                    shared.lost.extend(waiting);
                 }
             }
         }
     }
 
-    /// Writes one file so that it is there whole or not at all. False if there is no room.
-    fn write(&self, header: &Header, payload: Payload, limit: u64, count: u64) -> io::Result<bool> {
-        let used = usage(&self.dir)?;
-        self.lock().status.foreign_bytes = used.total_bytes().saturating_sub(used.bytes);
+    /// Writes one file so that it is there whole or not at all. False if there is no room, or nothing to write.
+    fn write(&self, header: &Header, payload: Payload) -> io::Result<bool> {
+        if !self.lock.is_in_place() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, "the directory was removed or replaced"));
+        }
+        let used = usage_of(&*self.files, &self.dir)?;
+        let (limit, count) = {
+            let mut shared = self.lock();
+            shared.status.foreign_bytes = used.total_bytes().saturating_sub(used.bytes);
+            shared.temporaries += 1;
+            (shared.status.limit_bytes, shared.temporaries)
+        };
         if used.total_bytes().saturating_add(HEADER_BYTES as u64 + header.payload_bytes) > limit {
             return Ok(false);
         }
-        let payload = payload();
+        let Some(payload) = payload() else { return Ok(false) };
         debug_assert_eq!(payload.len() as u64, header.payload_bytes, "the payload is as long as announced");
         let temporary = self.dir.join(format!("{TEMPORARY}{}-{count}", std::process::id()));
-        let written = File::create(&temporary).and_then(|mut file| {
-            file.write_all(&header.encode(&payload))?;
-            file.write_all(&payload)?;
-            file.sync_all()
-        });
-        let renamed = written.and_then(|()| fs::rename(&temporary, self.dir.join(header.name.to_string())));
+        let written = self.files.write(&temporary, &[&header.encode(&payload), &payload]);
+        let renamed = written.and_then(|()| self.files.rename(&temporary, &self.dir.join(header.name.to_string())));
         if renamed.is_err() {
-            let _ = fs::remove_file(&temporary);
+            let _ = self.files.remove(&temporary);
         }
         renamed?;
         // So that the name outlives a loss of power. Where directories cannot be synced, the name may be lost.
-        if let Ok(dir) = File::open(&self.dir) {
-            let _ = dir.sync_all();
-        }
+        let _ = self.files.sync_dir(&self.dir);
         Ok(true)
     }
+}
+
+fn io_error(op: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+    let path = path.to_owned();
+    move |reason| StoreError::Io { op, path, reason }
 }

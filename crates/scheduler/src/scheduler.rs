@@ -127,6 +127,8 @@ struct Entry {
     computed: usize,
     /// Has state, or is about to get it.
     admitted: bool,
+    /// Has state. One that is admitted and not attached waits for what is kept of its prefix.
+    attached: bool,
     /// Was admitted before.
     started: bool,
     in_flight: Option<(Lane, usize)>,
@@ -151,7 +153,7 @@ impl Entry {
     }
 
     fn can_run(&self, lane: Lane) -> bool {
-        self.admitted && !self.ended && !self.paused && self.in_flight.is_none() && self.lane() == Some(lane)
+        self.attached && !self.ended && !self.paused && self.in_flight.is_none() && self.lane() == Some(lane)
     }
 }
 
@@ -223,6 +225,7 @@ impl Scheduler {
             tokens: new.tokens,
             computed: 0,
             admitted: false,
+            attached: false,
             started: false,
             in_flight: None,
             paused: false,
@@ -248,7 +251,8 @@ impl Scheduler {
     }
 
     /// Starts as many waiting sequences as places and memory allow: urgent before others, then by ageing, then the
-    /// shortest. Each is returned once; the caller looks its prefix up and reports [`Self::attached`].
+    /// shortest. Each is returned once; the caller looks its prefix up and reports [`Self::attached`], now or, if the prefix
+    /// has to be fetched, later: until then the sequence has its place and its memory, and is in no step.
     pub fn admit(&mut self) -> Vec<RequestId> {
         let mut order: Vec<RequestId> =
             self.sequences.iter().filter(|(_, e)| !e.admitted && !e.ended).map(|(id, _)| *id).collect();
@@ -278,8 +282,8 @@ impl Scheduler {
     /// If not at least one token is left to compute, or it has computed some already.
     pub fn attached(&mut self, id: RequestId, computed: usize) {
         let entry = self.sequences.get_mut(&id).expect("an admitted sequence");
-        assert!(entry.admitted && entry.computed == 0 && computed < entry.tokens, "{id} resumes at {computed}");
-        entry.computed = computed;
+        assert!(entry.admitted && !entry.attached && computed < entry.tokens, "{id} resumes at {computed}");
+        (entry.attached, entry.computed) = (true, computed);
     }
 
     /// The next step of a lane, for which nothing may be in flight there.
@@ -346,7 +350,7 @@ impl Scheduler {
                 continue;
             }
             let entry = self.sequences.get_mut(&id).expect("found above");
-            entry.admitted = false;
+            (entry.admitted, entry.attached) = (false, false);
             entry.computed = 0;
             self.preemptions += 1;
             plan.preempted.push(id);
@@ -359,7 +363,7 @@ impl Scheduler {
         order.sort_by_key(|id| Self::rank(&self.sequences[id]));
         // Only streams that wait for tokens are a reason to narrow.
         let streams =
-            self.sequences.values().any(|e| e.admitted && !e.ended && !e.paused && e.lane() == Some(Lane::Decode));
+            self.sequences.values().any(|e| e.attached && !e.ended && !e.paused && e.lane() == Some(Lane::Decode));
         let halvings = if streams { self.pace.halvings(self.limits.geometry.step) } else { 0 };
         let mut budget = self.limits.budget_tokens >> halvings;
         let mut parts = Vec::new();
@@ -457,9 +461,9 @@ impl Scheduler {
         self.sequences.get(&id).map_or(0, |entry| entry.computed)
     }
 
-    /// Whether a sequence has ever been forgotten is not remembered: false for unknown ids.
-    pub fn is_admitted(&self, id: RequestId) -> bool {
-        self.sequences.get(&id).is_some_and(|entry| entry.admitted)
+    /// Whether a sequence has state. Whether it has ever been forgotten is not remembered: false for unknown ids.
+    pub fn is_attached(&self, id: RequestId) -> bool {
+        self.sequences.get(&id).is_some_and(|entry| entry.attached)
     }
 
     /// True if no step is in flight and none can be planned until something comes in.
@@ -486,8 +490,9 @@ impl Scheduler {
         for (id, entry) in &self.sequences {
             let limit = entry.tokens;
             assert!(entry.computed <= limit, "{id} has computed {} of {limit} tokens", entry.computed);
-            assert!(entry.admitted || entry.in_flight.is_none(), "{id} computes without state");
-            assert!(entry.admitted || entry.computed == 0, "{id} has progress without state");
+            assert!(entry.admitted || !entry.attached, "{id} has state without a place");
+            assert!(entry.attached || entry.in_flight.is_none(), "{id} computes without state");
+            assert!(entry.attached || entry.computed == 0, "{id} has progress without state");
             let listed = |(lane, _): (Lane, usize)| self.in_flight.get(&lane).is_some_and(|ids| ids.contains(id));
             assert!(entry.in_flight.is_none_or(listed), "{id} is in a step nobody knows");
             assert!(!entry.ended || entry.in_flight.is_some(), "{id} has ended and is still here");

@@ -446,6 +446,8 @@ impl Drop for Generation {
             entry.first_token_us = self.first_token.map(micros);
             entry.total_us = micros(elapsed);
             entry.ending = Some(self.ending);
+            // Of choices that the engine refused there will be none.
+            entry.records.truncate(self.choices.len());
         });
     }
 }

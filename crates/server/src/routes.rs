@@ -117,10 +117,15 @@ async fn method_not_allowed(method: Method, uri: Uri) -> ApiError {
 impl App {
     /// Whether the server works, and if not, why.
     pub(crate) fn health(&self) -> (StatusCode, &'static str, Option<String>) {
-        match (self.state.generator.status().failure, &self.state.degraded) {
+        let engine = self.state.generator.status();
+        match (engine.failure, &self.state.degraded) {
             (Some(failure), _) => (StatusCode::SERVICE_UNAVAILABLE, "failed", Some(failure)),
             (None, _) if *self.phase.borrow() != Phase::Serving => (StatusCode::SERVICE_UNAVAILABLE, "stopping", None),
             (None, Some(degraded)) => (StatusCode::OK, "degraded", Some(degraded.clone())),
+            (None, None) if engine.cache.disk_failed => {
+                let reason = "prefixes are not kept on disk: it refuses to write or to read; the log says why";
+                (StatusCode::OK, "degraded", Some(reason.to_owned()))
+            }
             (None, None) => (StatusCode::OK, "ok", None),
         }
     }

@@ -14,6 +14,8 @@ use troika_engine::{Chunk, RunnerError, StepResult, StepRunner, WantLogits};
 use troika_graph::Scope;
 use troika_runtime::{ExecutorError, Priority, Ticket};
 
+use crate::mix;
+
 /// Tokens of the model.
 pub const VOCAB_SIZE: usize = 64;
 const WINDOW: usize = 24;
@@ -29,6 +31,8 @@ pub enum Kinds {
     Index,
     /// Rows of 128 tokens.
     Compressed,
+    /// Rows of 128 tokens with an overlap lane, and no window to speak of: what has to be carried across is all there is.
+    Boundary,
     /// Everything.
     All,
 }
@@ -40,10 +44,12 @@ impl Kinds {
         let window = LayerShape { head_dim: 2, window: WINDOW, compressed: None, index: None };
         let index = LayerShape { compressed: pool(4, true), index: pool(4, true), ..window };
         let compressed = LayerShape { compressed: pool(128, false), ..window };
+        let boundary = LayerShape { window: 1, compressed: pool(128, true), ..window };
         let layers = match self {
             Self::Window => vec![window],
             Self::Index => vec![index, index],
             Self::Compressed => vec![compressed],
+            Self::Boundary => vec![boundary],
             Self::All => vec![window, index, compressed],
         };
         StateShape { layers: layers.into_iter().enumerate().map(|(i, l)| (Scope::Layer(i as u16), l)).collect() }
@@ -59,11 +65,19 @@ pub enum Bug {
     LaneNotRestored,
     /// A new sequence gets the memory of one that is gone, uncleared.
     RecycledUncleared,
+    /// The store does not compare the checksum of a payload.
+    PayloadUnchecked,
+    /// The store reads another block's file.
+    NamesConfused,
+    /// Blocks of other weights have the same names.
+    WeightsNotNamed,
 }
 
 /// Steps of hashes on a virtual clock.
 pub struct HashModel {
     shape: StateShape,
+    /// Other weights, other tokens.
+    weights: u64,
     bug: Option<Bug>,
     sequences: BTreeMap<SequenceId, Arc<SequenceState>>,
     dropped: Vec<Arc<SequenceState>>,
@@ -89,9 +103,10 @@ struct Running {
 
 impl HashModel {
     /// A model at time 0.
-    pub fn new(kinds: Kinds, bug: Option<Bug>) -> Self {
+    pub fn new(kinds: Kinds, weights: u64, bug: Option<Bug>) -> Self {
         Self {
             shape: kinds.shape(),
+            weights,
             bug,
             sequences: BTreeMap::new(),
             dropped: Vec::new(),
@@ -109,18 +124,18 @@ impl HashModel {
     }
 
     /// What `prompt` is followed by if it is alone in the world.
-    pub fn expected(kinds: Kinds, prompt: &[u32], max_new_tokens: usize) -> Vec<u32> {
+    pub fn expected(kinds: Kinds, weights: u64, prompt: &[u32], max_new_tokens: usize) -> Vec<u32> {
         let state = SequenceState::new(&kinds.shape());
         let mut next = 0;
         for (position, token) in prompt.iter().enumerate() {
-            next = compute(&state, position, *token);
+            next = compute(&state, weights, position, *token);
         }
         state.commit(prompt.len());
         let mut answer = Vec::new();
         while answer.len() < max_new_tokens {
             let token = (next % VOCAB_SIZE as u64) as u32;
             answer.push(token);
-            next = compute(&state, prompt.len() + answer.len() - 1, token);
+            next = compute(&state, weights, prompt.len() + answer.len() - 1, token);
             state.commit(1);
         }
         answer
@@ -191,7 +206,7 @@ impl StepRunner for HashModel {
             let state = self.sequence_state(chunk.sequence)?;
             let mut next = 0;
             for (index, token) in chunk.tokens.iter().enumerate() {
-                next = compute(&state, state.len() + index, *token);
+                next = compute(&state, self.weights, state.len() + index, *token);
             }
             for scope in self.shape.layers.keys() {
                 let end = state.len() + chunk.tokens.len();
@@ -246,8 +261,8 @@ fn pools(layer: &mut LayerState) -> impl Iterator<Item = &mut Pool> {
 }
 
 /// Appends the rows of one token and returns the hash of everything it saw.
-fn compute(state: &SequenceState, position: usize, token: u32) -> u64 {
-    let mut hidden = mix(u64::from(token) << 32 | position as u64);
+fn compute(state: &SequenceState, weights: u64, position: usize, token: u32) -> u64 {
+    let mut hidden = mix(weights ^ (u64::from(token) << 32 | position as u64));
     for layer in 0.. {
         if layer == usize::from(u16::MAX) || !state.has_layer(Scope::Layer(layer as u16)) {
             return hidden;
@@ -263,8 +278,10 @@ fn compute(state: &SequenceState, position: usize, token: u32) -> u64 {
                 pool.rows.push(&row);
             }
         }
-        for seen in (position + 1).saturating_sub(WINDOW)..=position {
-            hidden = fold(hidden, layer.window.row(seen.max(layer.window.first())));
+        let window = layer.window.capacity();
+        for seen in (position + 1).saturating_sub(window)..=position {
+            let seen = seen.max(layer.window.first());
+            hidden = fold(hidden, layer.window.rows(seen..seen + 1));
         }
         for pool in pools(layer) {
             let visible = (position + 1) / pool.ratio();
@@ -298,12 +315,4 @@ fn row_of(hash: u64) -> [f32; 2] {
 
 fn fold(hash: u64, row: &[f32]) -> u64 {
     row.iter().fold(hash, |hash, x| mix(hash ^ u64::from(x.to_bits())))
-}
-
-/// One round of splitmix64.
-pub(crate) fn mix(x: u64) -> u64 {
-    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ x >> 31
 }

@@ -5,6 +5,8 @@
 
 pub mod compare;
 pub mod damage;
+#[cfg(feature = "store")]
+pub mod disk;
 pub mod golden;
 #[cfg(feature = "engine")]
 pub mod hash_model;
@@ -32,6 +34,15 @@ pub fn repo_root() -> PathBuf {
 /// The oracle: golden files and the tiny checkpoints `tiny`, `tiny-bf16` and `tiny-mlx`.
 pub fn oracle_dir() -> PathBuf {
     repo_root().join("oracle")
+}
+
+/// One round of splitmix64.
+#[cfg(feature = "store")]
+pub(crate) fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
 }
 
 /// A new empty folder, removed when the value is dropped.

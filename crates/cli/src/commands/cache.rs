@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use troika_base::NumericClass;
+use troika_device::state::{BlockRows, Packing};
 use troika_engine::StepRunner;
 use troika_kvstore::format::HEADER_BYTES;
 use troika_kvstore::{clear, usage, verify};
@@ -79,14 +80,21 @@ fn plan(args: &ModelArgs, limit: Size) -> Result<()> {
     let runner = model.runner(args.runner_options(args.class_or(NumericClass::Fast)))?;
     let shape = runner.state_shape();
     let header = HEADER_BYTES as u64;
-    let (block, tokens) = (shape.bytes_per_block() + header, shape.block_tokens());
-    let boundary = shape.boundary_bytes() + header;
+    let packing = runner.packing();
+    let (block, tokens) = (BlockRows::packed_bytes(shape, packing) + header, shape.block_tokens());
+    let boundary = shape.boundary_bytes(packing) + header;
     println!("block of {tokens} tokens: {} ({block} bytes)", Size(block));
     println!("boundary: {} ({boundary} bytes)", Size(boundary));
     println!(
         "{limit} hold {} prompts of 4096 tokens with two boundaries each",
         limit.0 / (4096 / tokens as u64 * block + 2 * boundary)
     );
-    println!("numbers are kept as they are in memory, 32 bits each: equal bit by bit");
+    println!(
+        "{}",
+        match packing {
+            Packing::Floats => "numbers are kept as they are in memory, 32 bits each: equal bit by bit",
+            Packing::Official { .. } => "rows are kept as the 8 and 4 bits they are rounded to: equal bit by bit",
+        }
+    );
     Ok(())
 }

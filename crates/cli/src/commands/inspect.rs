@@ -1,13 +1,20 @@
 //! `troika inspect`: what a checkpoint holds.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use serde::Serialize;
+use troika_base::NumericClass;
+use troika_base::units::human_bytes;
 use troika_device::map_file;
+use troika_engine::{MemorySettings, ModelMemory};
 use troika_model::inspect::inspect;
+use troika_model::{Checkpoint, ScaleCheck, WeightTable};
 
 use crate::report;
+use crate::size::Size;
 
 /// Show what a checkpoint holds: configuration, layers, formats, sizes, drafter, and what is missing or too much.
 ///
@@ -19,9 +26,134 @@ pub(crate) struct Args {
     /// Write the findings as JSON to FILE, or to standard output with `-`.
     #[arg(long, value_name = "FILE|-")]
     json: Option<PathBuf>,
+    /// Show instead how much memory serving the model takes, once every weight was read.
+    #[arg(long)]
+    memory: bool,
+    /// With --memory: the arithmetic.
+    #[arg(long, default_value = "fast", value_name = "CLASS", requires = "memory")]
+    class: NumericClass,
+    /// With --memory: worker threads; 0 = one per core.
+    #[arg(long, default_value_t = 0, value_name = "N", requires = "memory", value_parser = clap::value_parser!(u16).range(0..=1024))]
+    threads: u16,
+    /// With --memory: prompt tokens computed in one step.
+    #[arg(long, default_value_t = 512, value_name = "N", requires = "memory", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    chunk: u32,
+    /// With --memory: requests computed at once.
+    #[arg(long, default_value_t = 1, value_name = "N", requires = "memory", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    running: u32,
+    /// With --memory: tokens of each request and its answer.
+    #[arg(long, default_value_t = 4096, value_name = "N", requires = "memory")]
+    tokens: u32,
+    /// With --memory: most memory for kept prefixes, as `serve` takes it.
+    #[arg(long, default_value = "1G", value_name = "SIZE", requires = "memory")]
+    cache_ram_limit: Size,
+}
+
+/// What a serving process takes up.
+#[derive(Debug, Serialize)]
+struct Memory {
+    class: &'static str,
+    threads: usize,
+    chunk: u32,
+    running: u32,
+    tokens: u32,
+    #[serde(flatten)]
+    model: ModelMemory,
+    /// Code and libraries: pages of files.
+    program_file_bytes: u64,
+    /// Heap of an idle server, and the stacks of its threads.
+    program_anonymous_bytes: u64,
+    tokenizer_bytes: u64,
+    file_bytes: u64,
+    anonymous_bytes: u64,
+    resident_bytes: u64,
+    /// On top when the cache is full.
+    cache_limit_bytes: u64,
+}
+
+impl Memory {
+    /// Measured on Linux, x86-64: pages of the program and its libraries, and the heap of `troika serve` that depends on no
+    /// model.
+    const PROGRAM_FILE_BYTES: u64 = 11 << 20;
+    const PROGRAM_ANONYMOUS_BYTES: u64 = 3 << 20;
+    const STACK_BYTES: u64 = 64 << 10;
+    /// Memory of a tokenizer for each byte of its file.
+    const TOKENIZER_FACTOR: u64 = 12;
+
+    fn foresee(args: &Args) -> Result<Self> {
+        let checkpoint = Checkpoint::open(&args.dir, &map_file)?;
+        let weights = WeightTable::build(&checkpoint, ScaleCheck::Skip)?;
+        let settings = MemorySettings {
+            class: args.class,
+            chunk_tokens: args.chunk as usize,
+            sequences: args.running as usize,
+            tokens: args.tokens as usize,
+        };
+        let model = ModelMemory::foresee(&checkpoint.config().model, &weights, &settings);
+        let threads = match args.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads.into(),
+        };
+        // A model without a tokenizer can be inspected, though not served.
+        let tokenizer = std::fs::metadata(args.dir.join("tokenizer.json")).map_or(0, |metadata| metadata.len());
+        let tokenizer_bytes = tokenizer * Self::TOKENIZER_FACTOR;
+        let program_anonymous_bytes = Self::PROGRAM_ANONYMOUS_BYTES + threads as u64 * Self::STACK_BYTES;
+        let file_bytes = model.file_bytes() + Self::PROGRAM_FILE_BYTES;
+        let anonymous_bytes = model.anonymous_bytes() + program_anonymous_bytes + tokenizer_bytes;
+        Ok(Self {
+            class: args.class.name(),
+            threads,
+            chunk: args.chunk,
+            running: args.running,
+            tokens: args.tokens,
+            model,
+            program_file_bytes: Self::PROGRAM_FILE_BYTES,
+            program_anonymous_bytes,
+            tokenizer_bytes,
+            file_bytes,
+            anonymous_bytes,
+            resident_bytes: file_bytes + anonymous_bytes,
+            cache_limit_bytes: args.cache_ram_limit.0,
+        })
+    }
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { class, threads, chunk, running, tokens, model, .. } = self;
+        writeln!(f, "class {class}, {threads} threads, steps of {chunk} tokens, {running} x {tokens} tokens\n")?;
+        let mut line = |name: &str, bytes: u64| writeln!(f, "{name:<40}{:>12}", human_bytes(bytes));
+        line("pages of files", self.file_bytes)?;
+        for (class, bytes) in &model.mapped_weights {
+            line(&format!("  weights as stored: {class}"), *bytes)?;
+        }
+        line("  mapped along with them", model.mapped_neighbours)?;
+        line("  program and libraries", self.program_file_bytes)?;
+        line("memory of its own", self.anonymous_bytes)?;
+        for (class, bytes) in &model.copied_weights {
+            line(&format!("  weights copied: {class}"), *bytes)?;
+        }
+        line("  values of the steps", model.step_values)?;
+        line("  scratch of kernels", model.scratch)?;
+        line("  state of sequences", model.state)?;
+        line("  tokenizer", self.tokenizer_bytes)?;
+        line("  program and threads", self.program_anonymous_bytes)?;
+        line("resident", self.resident_bytes)?;
+        line("kept prefixes, on top of it, at most", self.cache_limit_bytes)?;
+        let (fixed, rate) = (human_bytes(model.state_fixed), human_bytes(model.state_per_1000_tokens));
+        writeln!(f, "\na sequence: {fixed} and {rate} for every 1000 tokens")
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    if args.memory {
+        let memory = Memory::foresee(args)?;
+        match &args.json {
+            Some(target) => report::write_json(target, &memory)?,
+            None => report::print(&memory.to_string())?,
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
     let inspection = inspect(&args.dir, &map_file)?;
     match &args.json {
         Some(target) => report::write_json(target, &inspection)?,

@@ -263,7 +263,8 @@ fn the_cache_folder_is_looked_after() {
     let scratch = Scratch::new();
     let (model, dir) = (scratch.arg("model"), scratch.arg("cache"));
     let runner = runner(&scratch.path("model"));
-    let (block, boundary) = (runner.state_shape().bytes_per_block(), runner.state_shape().boundary_bytes());
+    let (block, boundary) =
+        (runner.state_shape().bytes_per_block(), runner.state_shape().boundary_bytes(runner.packing()));
     let header = troika_kvstore::format::HEADER_BYTES as u64;
     let plan = troika(&["cache", "plan", "--model", &model, "--cache-disk-limit", "1G"]).ok().stdout;
     for part in [

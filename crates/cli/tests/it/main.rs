@@ -1,5 +1,6 @@
 //! The `troika` command as a user meets it: real processes, real files, exit codes and messages.
 
+mod clients;
 mod commands;
 mod diagnosis;
 mod hybrid;

@@ -22,7 +22,11 @@ impl Server {
     }
 
     pub(crate) fn with(model: &str, more: &[&str]) -> Self {
-        let args = [&["serve", "--model", model, "--port", "0"], more].concat();
+        Self::start_with(&[&["--model", model], more].concat())
+    }
+
+    pub(crate) fn start_with(args: &[&str]) -> Self {
+        let args = [&["serve", "--port", "0"], args].concat();
         let mut child = command(&args).stderr(Stdio::piped()).spawn().expect("starts");
         let mut log = BufReader::new(child.stderr.take().expect("piped"));
         let mut line = String::new();
@@ -49,7 +53,7 @@ impl Server {
         self.log.take().expect("only once").join().expect("readable")
     }
 
-    fn connect(&self) -> TcpStream {
+    pub(crate) fn connect(&self) -> TcpStream {
         TcpStream::connect(&self.address).expect("the server listens")
     }
 
@@ -120,27 +124,34 @@ fn a_server_answers_and_ends_in_good_order() {
     assert_eq!(code_within(&mut server.child, Duration::from_secs(30)), Some(0));
 }
 
-/// Whoever goes away in the middle of an answer leaves the server as it was.
+/// A folder for prefixes that goes away while the server runs, and one that cannot be had: it serves without, and says so.
 #[test]
-fn vanished_clients_leave_nothing_behind() {
+fn a_server_without_its_cache_folder_says_so() {
     let scratch = Scratch::new();
-    let server = Server::start(&scratch.arg("model"));
-    for round in 0..20 {
-        let body = r#"{"prompt": "hello", "max_tokens": 4000, "stream": true, "temperature": 1}"#;
-        let mut stream = server.connect();
-        let head = format!(
-            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}",
-            body.len()
-        );
-        stream.write_all(format!("{head}\r\n\r\n{body}").as_bytes()).expect("sent");
-        if round % 2 == 1 {
-            let mut some = [0; 64];
-            let _ = stream.read(&mut some).expect("the stream has begun");
-        }
-        drop(stream);
-        let (status, _) = server.request("POST", "/v1/completions", r#"{"prompt": "x", "max_tokens": 2}"#);
-        assert!(status.contains("200"), "round {round}: {status}");
+    let model = scratch.arg("model");
+    let dir = scratch.arg("cache");
+    let health = |server: &Server| {
+        let (status, body) = server.request("GET", "/health", "");
+        assert!(status.contains("200"), "{status}");
+        let health: serde_json::Value = serde_json::from_str(&body).expect("JSON");
+        ["status", "reason"].map(|name| health[name].as_str().unwrap_or_default().to_owned())
+    };
+    let server = Server::start_with(&["--model", &model, "--cache-dir", &dir]);
+    assert_eq!(health(&server), ["ok", ""]);
+    let second = Server::start_with(&["--model", &model, "--cache-dir", &dir]);
+    let [status, reason] = health(&second);
+    assert!(status == "degraded" && reason.contains("in use by another process"), "{status}: {reason}");
+    std::fs::remove_dir_all(&dir).expect("removable");
+    let start = Instant::now();
+    while health(&server)[0] == "ok" {
+        assert!(start.elapsed() < Duration::from_secs(20), "it never says so");
+        let prompt = format!("{:?} {}", start.elapsed(), "one two three four ".repeat(40));
+        let ask = serde_json::json!({"prompt": prompt, "max_tokens": 2}).to_string();
+        let (status, body) = server.request("POST", "/v1/completions", &ask);
+        assert!(status.contains("200"), "{status} {body}");
     }
+    let [status, reason] = health(&server);
+    assert!(status == "degraded" && reason.contains("prefixes are not kept on disk"), "{status}: {reason}");
 }
 
 #[test]

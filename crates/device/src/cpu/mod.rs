@@ -1,8 +1,9 @@
 //! The CPU as a device: a queue, worked off by whoever waits for a step together with a pool of threads; they share each
 //! operation.
 //!
-//! `weights.rs` has the loaded weights, `ops.rs` what each operation does, `pool.rs` the threads.
+//! `weights.rs` has the loaded weights, `ops.rs` what each operation does, `pool.rs` the threads, `cores.rs` where they run.
 
+pub(crate) mod cores;
 mod ops;
 #[expect(unsafe_code, reason = "tasks borrow from their caller, which the type of a thread cannot say")]
 pub(crate) mod pool;
@@ -23,20 +24,22 @@ use crate::run::StepRun;
 use crate::{Capabilities, Device, DeviceError, DeviceKind, Output, Part, Priority, Report, Work};
 use pool::Pool;
 use weights::CpuWeights;
-pub use weights::{WeightForm, weight_form};
+pub use weights::{WeightForm, WeightMemory, weight_form, weight_memory};
 
 /// Settings of a [`CpuDevice`].
 #[derive(Clone, Copy, Debug)]
 pub struct CpuOptions {
-    /// Worker threads; 0 = one per core.
+    /// Worker threads; 0 = one per physical core.
     pub threads: usize,
+    /// Keep each on a core of its own.
+    pub pin: bool,
     /// Instruction set, at most what the CPU has.
     pub level: CpuLevel,
 }
 
 impl Default for CpuOptions {
     fn default() -> Self {
-        Self { threads: 0, level: CpuLevel::best() }
+        Self { threads: 0, pin: false, level: CpuLevel::best() }
     }
 }
 
@@ -85,7 +88,7 @@ impl CpuDevice {
     /// If they cannot be started.
     pub fn start(options: CpuOptions, class: NumericClass) -> Result<Self, DeviceError> {
         let failed = |reason: String| DeviceError::Threads { threads: options.threads, reason };
-        let pool = Pool::new(options.threads).map_err(|e| failed(e.to_string()))?;
+        let pool = Pool::new(options.threads, options.pin).map_err(|e| failed(e.to_string()))?;
         let threads = pool.threads();
         let description = format!("{threads} threads, {:?}", options.level);
         let capabilities = Capabilities { name: "cpu".to_owned(), kind: DeviceKind::Cpu, description, threads };

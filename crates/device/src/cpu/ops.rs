@@ -8,7 +8,7 @@ use troika_graph::op::{
 use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, ValueId, WeightRef};
 use troika_kernels as kernels;
 use troika_kernels::int8::{self, Int8Expert};
-use troika_kernels::{Ctx, ExpertWeights, HcParams, RouteParams, RowList};
+use troika_kernels::{Ctx, ExpertWeights, HcParams, RouteParams, RowList, Visible};
 
 use super::weights::{CpuWeights, Experts, Weight};
 use crate::run::StepRun;
@@ -140,14 +140,16 @@ impl Call<'_> {
     fn linear(&self, weights: &[WeightRef]) {
         let x = self.run.read_f32(self.input(0));
         let x = &x[..self.run.len(self.input(0))];
-        for (weight, output) in weights.iter().zip(&self.node.outputs) {
-            let mut out = self.run.write_f32(*output);
+        let mut outputs: Vec<_> = self.node.outputs.iter().map(|output| self.run.write_f32(*output)).collect();
+        let mut integer = Vec::with_capacity(weights.len());
+        for ((weight, output), out) in weights.iter().zip(&self.node.outputs).zip(&mut outputs) {
             let out = &mut out[..self.run.len(*output)];
             match self.weights.matrix(weight) {
                 Weight::Float(w) => kernels::matmul(self.ctx, x, w, out),
-                Weight::Int8(w) => int8::matmul(self.ctx, x, w, out),
+                Weight::Int8(w) => integer.push((w, out)),
             }
         }
+        int8::matmul(self.ctx, x, &mut integer);
     }
 
     fn grouped_linear(&self, weight: &WeightRef, groups: usize) {
@@ -246,32 +248,20 @@ impl Call<'_> {
         let mut ids = self.run.write_i32(self.output(0));
         let mut kept_scores = self.node.outputs.get(1).map(|scores| (self.run.write_f32(*scores), self.cols(*scores)));
         let (heads, width, top_k) = (indexer.heads, indexer.heads * indexer.dim, indexer.top_k);
-        let scale = ((heads * indexer.dim) as f32).sqrt().recip();
+        let scale = (width as f32).sqrt().recip();
         self.each_segment(|segment, layer| {
             let pool = layer.index.as_ref().expect("the layer has an indexer");
-            let pieces: Vec<&[f32]> = pool.rows.pieces().collect();
-            let keys = RowList::new(indexer.dim, &pieces);
+            let index = kernels::Index { heads, top_k, scale, keys: pool.rows.list() };
             let visible = |row: usize| (segment.position + row + 1) / indexer.ratio;
-            let score = |row: usize, out: &mut [f32]| {
-                let at = segment.row + row;
-                let iw: Vec<f32> = head_weights[at * heads..(at + 1) * heads].iter().map(|w| w * scale).collect();
-                let iq = &queries[at * width..(at + 1) * width];
-                kernels::index_scores(self.ctx.level, iq, &iw, keys.first(visible(row)), out);
-            };
-            let range = segment.row * top_k..(segment.row + segment.rows) * top_k;
-            let scratch = || (Vec::new(), Vec::new());
-            kernels::for_each_row_with(self.ctx, &mut ids[range], top_k, scratch, |(scores, best), row, ids| {
-                scores.resize(visible(row), 0.0);
-                score(row, scores);
-                kernels::top_k(scores, top_k, best);
-                ids.fill(-1);
-                ids[..best.len()].copy_from_slice(best);
-            });
+            let range = |width: usize| segment.row * width..(segment.row + segment.rows) * width;
+            let (iq, iw) = (&queries[range(width)], &head_weights[range(heads)]);
+            kernels::index_topk(self.ctx, &index, iq, iw, visible, &mut ids[range(top_k)]);
             if let Some((scores, cols)) = &mut kept_scores {
                 for row in 0..segment.rows {
                     let out = &mut scores[(segment.row + row) * *cols..][..*cols];
                     out.fill(f32::NEG_INFINITY);
-                    score(row, &mut out[..visible(row)]);
+                    let (iq, iw) = (&iq[row * width..(row + 1) * width], &iw[row * heads..(row + 1) * heads]);
+                    kernels::index_scores(self.ctx.level, &index, iq, iw, &mut out[..visible(row)]);
                 }
             }
         });
@@ -289,20 +279,19 @@ impl Call<'_> {
         let mut out = self.run.write_f32(self.output(0));
         self.each_segment(|segment, layer| {
             let range = segment.row * width..(segment.row + segment.rows) * width;
-            let scratch = || (Vec::new(), Vec::new());
-            kernels::for_each_row_with(self.ctx, &mut out[range], width, scratch, |(rows, scratch), row, out| {
-                let at = segment.row + row;
-                rows.clear();
-                match &block {
-                    Some(block) => block_rows(attention, segment, &layer, block, rows),
-                    None => {
-                        let chosen = ids.as_ref().map(|(ids, k)| &ids[at * k..(at + 1) * k]);
-                        causal_rows(attention, segment.position + row, &layer, chosen, rows);
-                    }
-                }
-                let q = &q[at * width..(at + 1) * width];
-                kernels::attend_row(self.ctx.level, q, attention.heads, rows, sink, scratch, out);
+            let own = block.as_ref().map(|block| {
+                &block[segment.row * attention.head_dim..(segment.row + segment.rows) * attention.head_dim]
             });
+            let own = own.as_slice();
+            let visible = |row: usize| match own {
+                [] => {
+                    let at = segment.row + row;
+                    let chosen = ids.as_ref().map(|(ids, k)| &ids[at * k..(at + 1) * k]);
+                    causal_rows(attention, segment.position + row, &layer, chosen)
+                }
+                own => block_rows(attention, segment.position, &layer, own),
+            };
+            kernels::attend(self.ctx, attention.head_dim, &q[range.clone()], sink, visible, &mut out[range]);
         });
     }
 
@@ -435,37 +424,22 @@ impl Call<'_> {
 }
 
 /// Rows the token at `t` sees, oldest first: the window, then the chosen (or all visible) compressed rows (6.2).
-fn causal_rows<'a>(
-    attention: &Attention,
-    t: usize,
-    layer: &'a LayerState,
-    chosen: Option<&[i32]>,
-    rows: &mut Vec<&'a [f32]>,
-) {
-    rows.extend(((t + 1).saturating_sub(attention.window)..=t).map(|position| layer.window.row(position)));
+fn causal_rows<'a>(attention: &Attention, t: usize, layer: &'a LayerState, chosen: Option<&'a [i32]>) -> Visible<'a> {
+    let near = layer.window.rows((t + 1).saturating_sub(attention.window)..t + 1);
     if attention.ratio == 0 {
-        return;
+        return Visible { near, far: RowList::new(attention.head_dim, &[]), chosen: None };
     }
-    let pool = &layer.compressed.as_ref().expect("the layer has a compressor").rows;
-    match chosen {
-        Some(ids) => rows.extend(ids.iter().take_while(|id| **id >= 0).map(|id| pool.row(*id as usize))),
-        None => rows.extend((0..(t + 1) / attention.ratio).map(|index| pool.row(index))),
-    }
+    let compressed = layer.compressed.as_ref().expect("the layer has a compressor").rows.list();
+    let far = if chosen.is_some() { compressed } else { compressed.first((t + 1) / attention.ratio) };
+    Visible { near, far, chosen }
 }
 
-/// Rows a query of the drafter's block sees: the stage's context, then the whole block (10.2).
-fn block_rows<'a>(
-    attention: &Attention,
-    segment: &Segment,
-    layer: &'a LayerState,
-    block: &'a [f32],
-    rows: &mut Vec<&'a [f32]>,
-) {
-    let end = segment.position.min(layer.window.end());
-    let first = segment.position.saturating_sub(attention.window).max(layer.window.first());
-    rows.extend((first..end).map(|position| layer.window.row(position)));
-    let dim = attention.head_dim;
-    rows.extend((segment.row..segment.row + segment.rows).map(|row| &block[row * dim..(row + 1) * dim]));
+/// Rows a query of the drafter's block sees: the stage's context, then the whole block, `own` (10.2).
+fn block_rows<'a>(attention: &Attention, position: usize, layer: &'a LayerState, own: &'a [&'a [f32]]) -> Visible<'a> {
+    let end = position.min(layer.window.end());
+    let first = position.saturating_sub(attention.window).max(layer.window.first());
+    let near = layer.window.rows(first..end);
+    Visible { near, far: RowList::new(attention.head_dim, own), chosen: None }
 }
 
 fn round_row(row: &mut [f32], rotary: usize, rounding: RowRounding) {

@@ -10,11 +10,14 @@ use std::cell::UnsafeCell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
 use troika_kernels::Parallel;
+
+use super::cores;
 
 /// How long a worker spins after a step before it sleeps: longer than what lies between two decode steps.
 const SPIN: Duration = Duration::from_micros(200);
@@ -33,6 +36,9 @@ pub(crate) struct Pool {
     workers: Vec<JoinHandle<()>>,
     /// Held by the caller of a region. A region inside a region runs on its caller's thread alone.
     caller: Mutex<()>,
+    /// The core for callers, and who is on it.
+    pin_caller: Option<usize>,
+    pinned: Mutex<Option<ThreadId>>,
 }
 
 /// Alone on its cache lines (two of them, since they are fetched in pairs).
@@ -68,9 +74,19 @@ unsafe impl Sync for Shared {}
 unsafe impl Send for Shared {}
 
 impl Pool {
-    /// A pool of `threads` threads, of which the caller is one; 0 = one per core.
-    pub(crate) fn new(threads: usize) -> io::Result<Self> {
-        let threads = if threads == 0 { std::thread::available_parallelism().map_or(1, usize::from) } else { threads };
+    /// A pool of `threads` threads, of which the caller is one; 0 = one per physical core. With `pin` each stays on a core
+    /// of its own, callers included from [`Self::stay_awake`] on.
+    pub(crate) fn new(threads: usize, pin: bool) -> io::Result<Self> {
+        let cores = cores::physical();
+        let threads = match threads {
+            // The system may grant less time than it shows cores.
+            0 => std::thread::available_parallelism().map_or(1, usize::from).min(cores.len().max(1)),
+            threads => threads,
+        };
+        if pin && cores.len() < threads {
+            let reason = format!("cannot pin {threads} threads to {} physical cores", cores.len());
+            return Err(io::Error::new(io::ErrorKind::Unsupported, reason));
+        }
         let shared = Arc::new(Shared {
             gate: Alone(AtomicU64::new(CLOSED)),
             next: Alone(AtomicUsize::new(0)),
@@ -82,17 +98,37 @@ impl Pool {
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
         });
-        let mut pool = Self { shared, workers: Vec::new(), caller: Mutex::new(()) };
+        let pin_caller = pin.then(|| cores[0]);
+        let mut pool =
+            Self { shared, workers: Vec::new(), caller: Mutex::new(()), pin_caller, pinned: Mutex::new(None) };
+        let (ready, is_ready) = channel();
         for index in 1..threads {
-            let shared = Arc::clone(&pool.shared);
-            let worker = std::thread::Builder::new().name(format!("cpu-{index}")).spawn(move || shared.work())?;
-            pool.workers.push(worker);
+            let (shared, ready) = (Arc::clone(&pool.shared), ready.clone());
+            let core = cores.get(index).copied().filter(|_| pin);
+            let work = move || {
+                // The pool is not made before every worker has said this.
+                let _ = ready.send(core.map_or(Ok(()), cores::pin));
+                shared.work();
+            };
+            pool.workers.push(std::thread::Builder::new().name(format!("cpu-{index}")).spawn(work)?);
         }
+        is_ready.into_iter().take(threads - 1).collect::<io::Result<()>>()?;
         Ok(pool)
+    }
+
+    /// Pins the caller's thread, unless it was the last to be.
+    fn pin_caller(&self) {
+        let (Some(core), caller) = (self.pin_caller, std::thread::current().id()) else { return };
+        if lock(&self.pinned).replace(caller) != Some(caller)
+            && let Err(error) = cores::pin(core)
+        {
+            tracing::warn!(core, %error, "the thread that computes could not be pinned");
+        }
     }
 
     /// Wakes the workers and keeps them awake as long as the result lives.
     pub(super) fn stay_awake(&self) -> Awake<'_> {
+        self.pin_caller();
         self.shared.awake.store(true, Ordering::SeqCst);
         if self.shared.sleeping.load(Ordering::SeqCst) > 0 {
             self.shared.wake_sleepers();
@@ -277,7 +313,7 @@ mod tests {
     #[test]
     fn every_task_runs_once() {
         for threads in [1, 2, 3, 8] {
-            let pool = Pool::new(threads).expect("threads start");
+            let pool = Pool::new(threads, false).expect("threads start");
             assert_eq!(pool.threads(), threads);
             for round in 0..2000 {
                 let tasks = round % 40;
@@ -294,8 +330,25 @@ mod tests {
     }
 
     #[test]
+    fn pinned_threads_have_a_core_each() {
+        let cores = cores::physical();
+        assert!(Pool::new(cores.len() + 1, true).is_err(), "more threads than cores");
+        let Ok(pool) = Pool::new(cores.len(), true) else {
+            assert!(cores.is_empty(), "where cores are known, threads can be pinned");
+            return;
+        };
+        // On a thread of its own, for it stays pinned.
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let _awake = pool.stay_awake();
+                assert_eq!(cores::physical(), cores[..1], "all that the caller may use");
+            });
+        });
+    }
+
+    #[test]
     fn regions_nest_on_one_thread() {
-        let pool = Pool::new(3).expect("threads start");
+        let pool = Pool::new(3, false).expect("threads start");
         let count = AtomicUsize::new(0);
         pool.run(8, &|_| {
             pool.run(5, &|_| {
@@ -307,7 +360,7 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_and_leaves_the_pool_usable() {
-        let pool = Pool::new(4).expect("threads start");
+        let pool = Pool::new(4, false).expect("threads start");
         for _ in 0..50 {
             let result = catch_unwind(AssertUnwindSafe(|| pool.run(16, &|task| assert!(task != 7, "task seven"))));
             assert!(result.is_err());

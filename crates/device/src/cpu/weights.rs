@@ -78,6 +78,34 @@ pub fn weight_form(class: NumericClass, role: Role, format: Format) -> WeightFor
     }
 }
 
+/// What a weight takes up once the CPU has loaded it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightMemory {
+    /// Whether the stored bytes are read again with every step.
+    pub stays_mapped: bool,
+    /// Bytes of memory beside the stored ones.
+    pub copied_bytes: u64,
+}
+
+/// What becomes of a weight in class `class`.
+pub fn weight_memory(class: NumericClass, role: Role, tensor: &StoredTensor) -> WeightMemory {
+    let numbers = (tensor.rows() * tensor.cols()) as u64;
+    match role {
+        Role::ExpertW1(_) | Role::ExpertW2(_) | Role::ExpertW3(_) => {
+            WeightMemory { stays_mapped: true, copied_bytes: 0 }
+        }
+        Role::GateTid2eid => WeightMemory { stays_mapped: false, copied_bytes: numbers * 4 },
+        role if is_vector(role) => WeightMemory { stays_mapped: false, copied_bytes: numbers * 4 },
+        role => match weight_form(class, role, tensor.format()) {
+            WeightForm::Stored | WeightForm::StoredIntegers => WeightMemory { stays_mapped: true, copied_bytes: 0 },
+            WeightForm::Packed => WeightMemory {
+                stays_mapped: false,
+                copied_bytes: Int8Matrix::packed_bytes(tensor.rows(), tensor.cols()),
+            },
+        },
+    }
+}
+
 /// The routed experts of a layer.
 enum ExpertBank {
     Float(Vec<Expert>),
@@ -150,10 +178,12 @@ impl CpuWeights {
                 role if is_vector(role) => {
                     float(key, &tensor)?;
                     loaded.vectors.insert(key, to_f32(&tensor));
+                    tensor.release();
                 }
                 Role::GateTid2eid => {
                     let table = to_i32(&tensor).map_err(|e| DeviceError::Weight { key, reason: e.to_string() })?;
                     loaded.tables.insert(key, table);
+                    tensor.release();
                 }
                 _ => {
                     float(key, &tensor)?;

@@ -7,6 +7,7 @@ use troika_kernels::{CpuLevel, Ctx};
 
 use super::{Bank, Compiled, Limits, NpuBackend, NpuError, Procedure, Program};
 use crate::DeviceError;
+use crate::cpu::cores;
 use crate::cpu::pool::Pool;
 use crate::slot::Output;
 
@@ -47,7 +48,7 @@ impl Soft {
     /// Without cores or instances.
     pub fn start(options: SoftOptions) -> Result<Self, DeviceError> {
         assert!(options.cores > 0 && options.instances > 0, "a soft engine needs cores and instances");
-        let pool = |_| Pool::new(options.cores).map(Arc::new);
+        let pool = |_| Pool::new(options.cores, false).map(Arc::new);
         let pools = (0..options.instances).map(pool).collect::<Result<_, _>>();
         let threads = options.cores * options.instances;
         let pools = pools.map_err(|e: std::io::Error| DeviceError::Threads { threads, reason: e.to_string() })?;
@@ -92,13 +93,15 @@ impl NpuBackend for Soft {
         Ok(Box::new(SoftBank { procedures, pool: Arc::clone(&self.pools[instance]), level: self.options.level }))
     }
 
-    /// Instances take the last cores, so that the first stay with the primary device.
+    /// Instances of one core take the last ones, so that the first stay with the primary device.
     fn enter(&self, instance: usize) {
-        let Some(cores) = core_affinity::get_core_ids() else { return };
-        let taken = (instance + 1) * self.options.cores;
-        if self.options.cores == 1 && taken < cores.len() && !core_affinity::set_for_current(cores[cores.len() - taken])
-        {
-            tracing::info!("instance {instance} of the soft engine was not bound to a core of its own");
+        let (cores, taken) = (cores::physical(), (instance + 1) * self.options.cores);
+        if self.options.cores > 1 || taken >= cores.len() {
+            return;
+        }
+        let core = cores[cores.len() - taken];
+        if let Err(error) = cores::pin(core) {
+            tracing::warn!(core, %error, "an instance of the soft engine could not be pinned");
         }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError};
 
 use troika_graph::Scope;
 
+use super::packed::{Packing, RowFormat};
 use super::{LayerState, Pool, PoolShape, SequenceState, StateShape};
 
 /// Append-only rows of one block of tokens, all layers.
@@ -69,33 +70,66 @@ impl BlockRows {
         self.floats().map(|rows| rows.len() as u64 * 4).sum()
     }
 
-    /// The rows in a fixed order: by layer, the layer's compressor before the indexer's.
-    pub fn floats(&self) -> impl Iterator<Item = &[f32]> {
+    fn floats(&self) -> impl Iterator<Item = &[f32]> {
         self.layers.values().flatten().flatten().map(|rows| rows.as_slice())
     }
 
-    /// Rows from the floats of [`Self::floats`], one after another.
+    /// Bytes of the file of such a block.
+    pub fn packed_bytes(shape: &StateShape, packing: Packing) -> u64 {
+        let block = shape.block_tokens();
+        parts_of(shape, packing).map(|(_, pool, format)| block / pool.ratio * format.bytes(pool.dim)).sum::<usize>()
+            as u64
+    }
+
+    /// The rows as bytes, in a fixed order: by layer, the layer's compressor before the indexer's. `None` if they are not
+    /// of the class that `packing` is for.
+    pub fn pack(&self, shape: &StateShape, packing: Packing) -> Option<Vec<u8>> {
+        let mut out = Vec::with_capacity(Self::packed_bytes(shape, packing) as usize);
+        let rows = self.layers.values().flatten().flatten();
+        let mut parts = rows.zip(parts_of(shape, packing));
+        parts.all(|(rows, (_, pool, format))| pack_rows(format, pool.dim, rows, &mut out)).then_some(out)
+    }
+
+    /// Rows from the bytes of [`Self::pack`].
     ///
     /// # Errors
     ///
     /// If their number is another than a block of this shape has.
-    pub fn from_floats(shape: &StateShape, floats: &[f32]) -> Result<Self, AttachError> {
+    pub fn unpack(shape: &StateShape, packing: Packing, bytes: &[u8]) -> Result<Self, AttachError> {
         let block = shape.block_tokens();
-        let mut rest = floats;
-        let mut layers = BTreeMap::new();
-        for (scope, layer) in &shape.layers {
-            let mut parts = [None, None];
-            for (part, pool) in parts.iter_mut().zip([layer.compressed, layer.index]) {
-                let Some(pool) = pool else { continue };
-                let Some((rows, after)) = rest.split_at_checked(block / pool.ratio * pool.dim) else {
-                    return misfit("too few rows");
-                };
-                (*part, rest) = (Some(Arc::new(rows.to_vec())), after);
-            }
-            layers.insert(*scope, parts);
+        let mut rest = bytes;
+        let mut layers: BTreeMap<_, _> = shape.layers.keys().map(|scope| (*scope, [None, None])).collect();
+        for ((scope, part), pool, format) in parts_of(shape, packing) {
+            let Some(rows) = unpack_rows(format, pool.dim, block / pool.ratio, &mut rest) else {
+                return misfit("too few rows");
+            };
+            layers.entry(scope).or_default()[part] = Some(Arc::new(rows));
         }
         if rest.is_empty() { Ok(Self { layers }) } else { misfit("too many rows") }
     }
+}
+
+/// The compressors of a shape with the place and the format of their rows.
+fn parts_of(shape: &StateShape, packing: Packing) -> impl Iterator<Item = ((Scope, usize), PoolShape, RowFormat)> {
+    let formats = [packing.kv(), packing.index()];
+    shape.layers.iter().flat_map(move |(scope, layer)| {
+        let pools = [layer.compressed, layer.index].into_iter().enumerate();
+        pools.filter_map(move |(part, pool)| Some(((*scope, part), pool?, formats[part])))
+    })
+}
+
+fn pack_rows(format: RowFormat, dim: usize, rows: &[f32], out: &mut Vec<u8>) -> bool {
+    rows.chunks_exact(dim).all(|row| format.pack(row, out))
+}
+
+/// Takes `count` rows off the front of `bytes`; `None` if there are not so many.
+fn unpack_rows(format: RowFormat, dim: usize, count: usize, bytes: &mut &[u8]) -> Option<Vec<f32>> {
+    let row_bytes = format.bytes(dim);
+    let (rows, rest) = bytes.split_at_checked(count * row_bytes)?;
+    *bytes = rest;
+    let mut out = Vec::with_capacity(count * dim);
+    rows.chunks_exact(row_bytes).for_each(|row| format.unpack(dim, row, &mut out));
+    Some(out)
 }
 
 impl Boundary {
@@ -104,37 +138,57 @@ impl Boundary {
         self.floats().map(|part| part.len() as u64 * 4).sum()
     }
 
-    /// Everything in a fixed order: by layer, the window, then of each compressor with overlap its lane's values and gates.
-    pub fn floats(&self) -> impl Iterator<Item = &[f32]> {
+    fn floats(&self) -> impl Iterator<Item = &[f32]> {
         self.layers.values().flat_map(|layer| {
             let lanes = layer.lanes.iter().flatten().flat_map(|lane| [lane.kv.as_slice(), lane.gate.as_slice()]);
             std::iter::once(layer.window.as_slice()).chain(lanes)
         })
     }
 
-    /// A boundary after `len` tokens from the floats of [`Self::floats`]. Windows are those of the trunk's layers; those of
+    /// Bytes of the file of such a boundary.
+    pub fn packed_bytes(&self, shape: &StateShape, packing: Packing) -> u64 {
+        let windows = self.layers.iter().map(|(scope, layer)| {
+            let dim = shape.layers.get(scope).map_or(1, |shape| shape.head_dim);
+            layer.window.len() / dim * packing.kv().bytes(dim)
+        });
+        let lanes = self.layers.values().flat_map(|layer| layer.lanes.iter().flatten());
+        let lanes = lanes.map(|lane| (lane.kv.len() + lane.gate.len()) * 4);
+        windows.chain(lanes).sum::<usize>() as u64
+    }
+
+    /// Everything as bytes, in a fixed order: by layer, the window, then of each compressor with overlap its lane's values
+    /// and gates. `None` if the rows are not of the class that `packing` is for.
+    pub fn pack(&self, shape: &StateShape, packing: Packing) -> Option<Vec<u8>> {
+        let mut out = Vec::with_capacity(self.packed_bytes(shape, packing) as usize);
+        for (scope, layer) in &self.layers {
+            let window = pack_rows(packing.kv(), shape.layers.get(scope)?.head_dim, &layer.window, &mut out);
+            let lanes = layer.lanes.iter().flatten().flat_map(|lane| [&lane.kv, &lane.gate]);
+            if !window || !lanes.into_iter().all(|lane| RowFormat::F32.pack(lane, &mut out)) {
+                return None;
+            }
+        }
+        Some(out)
+    }
+
+    /// A boundary after `len` tokens from the bytes of [`Self::pack`]. Windows are those of the trunk's layers; those of
     /// drafter stages are left out when storing and empty here.
     ///
     /// # Errors
     ///
     /// If their number is another than this shape has.
-    pub fn from_floats(shape: &StateShape, len: usize, floats: &[f32]) -> Result<Self, AttachError> {
-        let mut rest = floats;
-        let mut take = |count: usize| {
-            let (part, after) = rest.split_at_checked(count)?;
-            rest = after;
-            Some(part.to_vec())
-        };
+    pub fn unpack(shape: &StateShape, packing: Packing, len: usize, bytes: &[u8]) -> Result<Self, AttachError> {
+        let mut rest = bytes;
         let mut layers = BTreeMap::new();
         for (scope, layer) in &shape.layers {
             let rows = if matches!(scope, Scope::Stage(_)) { 0 } else { layer.window.min(len) };
-            let Some(window) = take(rows * layer.head_dim) else { return misfit("too little boundary") };
+            let Some(window) = unpack_rows(packing.kv(), layer.head_dim, rows, &mut rest) else {
+                return misfit("too little boundary");
+            };
             let mut lanes = [None, None];
             for (lane, pool) in lanes.iter_mut().zip([layer.compressed, layer.index]) {
                 let Some(pool) = pool.filter(|pool| pool.overlap) else { continue };
-                let (Some(kv), Some(gate)) = (take(pool.ratio * pool.dim), take(pool.ratio * pool.dim)) else {
-                    return misfit("too little boundary");
-                };
+                let mut take = || unpack_rows(RowFormat::F32, pool.dim, pool.ratio, &mut rest);
+                let (Some(kv), Some(gate)) = (take(), take()) else { return misfit("too little boundary") };
                 *lane = Some(Lane { kv, gate });
             }
             layers.insert(*scope, BoundaryLayer { window, lanes });
@@ -253,7 +307,7 @@ impl SequenceState {
 fn window_rows(layer: &LayerState, at: usize) -> Option<Vec<f32>> {
     let first = at.saturating_sub(layer.window.capacity);
     let whole = first >= layer.window.first() && at <= layer.window.end();
-    whole.then(|| (first..at).flat_map(|position| layer.window.row(position).iter().copied()).collect())
+    whole.then(|| layer.window.rows(first..at).to_vec())
 }
 
 fn attach_lane(pool: &mut Pool, lane: Option<&Lane>, len: usize) -> Result<(), AttachError> {
@@ -328,14 +382,18 @@ mod tests {
                 stage(&want, 0..boundary.len);
                 let block = |index| state.block(index, 128).map(Arc::new).expect("committed");
                 let blocks: Vec<Arc<BlockRows>> = (0..boundary.len / 128).map(block).collect();
-                // Through floats, as a store would.
-                let floats: Vec<f32> = boundary.floats().flatten().copied().collect();
-                assert_eq!(floats.len() as u64 * 4, boundary.bytes());
-                assert_eq!(boundary.bytes(), shape().boundary_bytes());
-                assert_eq!(Boundary::from_floats(&shape(), boundary.len, &floats).expect("fits"), boundary);
-                let floats: Vec<f32> = blocks[0].floats().flatten().copied().collect();
-                assert_eq!(floats.len() as u64 * 4, shape().bytes_per_block());
-                assert_eq!(BlockRows::from_floats(&shape(), &floats).expect("fits"), *blocks[0]);
+                // Through bytes, as a store would.
+                let packing = Packing::Floats;
+                let bytes = boundary.pack(&shape(), packing).expect("holds everything");
+                assert_eq!([bytes.len() as u64, boundary.packed_bytes(&shape(), packing)], [boundary.bytes(); 2]);
+                assert_eq!(boundary.bytes(), shape().boundary_bytes(packing));
+                assert_eq!(Boundary::unpack(&shape(), packing, boundary.len, &bytes).expect("fits"), boundary);
+                let bytes = blocks[0].pack(&shape(), packing).expect("holds everything");
+                assert_eq!(
+                    [bytes.len() as u64, BlockRows::packed_bytes(&shape(), packing)],
+                    [shape().bytes_per_block(); 2]
+                );
+                assert_eq!(BlockRows::unpack(&shape(), packing, &bytes).expect("fits"), *blocks[0]);
                 let attached = SequenceState::attach(&shape(), &blocks, &boundary).expect("fits");
                 for s in [&want, &attached] {
                     let len = s.len();
@@ -369,7 +427,11 @@ mod tests {
         other.layers.get_mut(&Scope::Layer(2)).expect("there").head_dim = 4;
         other.layers.get_mut(&Scope::Layer(1)).expect("there").index = None;
         assert!(SequenceState::attach(&other, &[block], &boundary).is_err());
-        assert!(Boundary::from_floats(&shape(), 128, &[0.0; 3]).is_err());
-        assert!(BlockRows::from_floats(&shape(), &[0.0; 3000]).is_err());
+        for packing in [Packing::Floats, Packing::Official { rotary: 1 }] {
+            assert!(Boundary::unpack(&shape(), packing, 128, &[0; 12]).is_err());
+            assert!(BlockRows::unpack(&shape(), packing, &[0; 12000]).is_err());
+        }
+        // Positions beyond 16 are not on the grid of e4m3.
+        assert_eq!(boundary.pack(&shape(), Packing::Official { rotary: 0 }), None);
     }
 }

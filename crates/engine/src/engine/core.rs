@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use troika_base::{RequestId, SequenceId};
+use troika_device::state::Packing;
 use troika_device::{SequenceState, StateShape};
 use troika_graph::Acceptance;
 use troika_runtime::{ExecutorError, Priority, Ticket};
@@ -34,6 +35,11 @@ pub trait StepRunner {
 
     /// Name of the arithmetic: rows of one class never meet those of another.
     fn numeric_class(&self) -> String;
+
+    /// How rows of that class lie in files.
+    fn packing(&self) -> Packing {
+        Packing::Floats
+    }
 
     /// Bytes that the values of a step of so many rows take at most, logits of `logit_rows` of them included.
     fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64;
@@ -129,7 +135,8 @@ impl<R: StepRunner> Core<R> {
     pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
-        let identity = CacheIdentity { class: runner.numeric_class(), ..CacheIdentity::default() };
+        let (class, packing) = (runner.numeric_class(), runner.packing());
+        let identity = CacheIdentity { class, packing, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
@@ -143,10 +150,11 @@ impl<R: StepRunner> Core<R> {
         Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
     }
 
-    /// Also keeps prefixes on disk. Without a cache in memory there is none on disk.
-    pub fn set_disk(&mut self, tier: DiskTier) {
+    /// Also keeps prefixes on disk; `wake` is called on another thread when a turn would find something read. Without a
+    /// cache in memory there is none on disk.
+    pub fn set_disk(&mut self, tier: DiskTier, wake: impl Fn() + Send + Sync + 'static) {
         if let Some(prefixes) = &mut self.prefixes {
-            prefixes.set_disk(tier);
+            prefixes.set_disk(tier, self.runner.state_shape(), wake);
         }
         self.publish();
     }
@@ -248,6 +256,7 @@ impl<R: StepRunner> Core<R> {
         }
         self.deliver_pending();
         self.forget_ended(now_us);
+        self.take_loaded(now_us);
         self.admit(now_us);
         for lane in [Lane::Decode, Lane::Prefill] {
             if !self.in_flight.values().any(|step| step.lane == lane) {
@@ -273,6 +282,9 @@ impl<R: StepRunner> Core<R> {
             if live.ended && self.scheduler.end(*id) {
                 if let Some(sequence) = live.sequence.take() {
                     self.runner.drop_sequence(sequence);
+                }
+                if let (Some(load), Some(prefixes)) = (live.load.take(), &mut self.prefixes) {
+                    prefixes.abandon(load);
                 }
                 if live.pending.is_empty() {
                     through.push(*id);
@@ -303,28 +315,61 @@ impl<R: StepRunner> Core<R> {
     fn admit(&mut self, now_us: u64) {
         for id in self.scheduler.admit() {
             let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
-            let hit = match (&mut self.prefixes, &mut live.thread) {
-                (Some(prefixes), Some(thread)) => prefixes.lookup(thread, &live.tokens, self.runner.state_shape()),
-                _ => None,
-            };
-            live.num_computed_tokens = hit.as_ref().map_or(0, |hit| hit.len);
-            self.scheduler.attached(id, live.num_computed_tokens);
-            live.sequence = Some(match hit {
-                Some(hit) => self.runner.adopt(hit.state),
-                None => self.runner.new_sequence(),
-            });
             if live.started_us.is_none() {
                 live.started_us = Some(now_us);
-                live.cached_tokens = live.num_computed_tokens;
-                live.cached_tokens_from_disk = match (&self.prefixes, &live.thread) {
-                    (Some(prefixes), Some(thread)) => prefixes.tokens_from_disk(thread).min(live.cached_tokens),
-                    _ => 0,
-                };
                 let mut status = lock(&self.status);
                 status.queued = status.queued.saturating_sub(1);
-                status.cached_tokens_total += live.cached_tokens as u64;
-                status.cached_tokens_from_disk_total += live.cached_tokens_from_disk as u64;
             }
+            live.load = match (&mut self.prefixes, &mut live.thread) {
+                (Some(prefixes), Some(thread)) => prefixes.load(thread, &live.tokens, now_us),
+                _ => None,
+            };
+            if live.load.is_none() {
+                self.attach(id);
+            }
+        }
+    }
+
+    /// Goes on with the sequences whose prefixes have been read, or do not come.
+    fn take_loaded(&mut self, now_us: u64) {
+        let Some(prefixes) = &mut self.prefixes else { return };
+        let (loaded, silent) = prefixes.take_loaded(now_us);
+        let loaded = loaded.into_iter().map(|loaded| (loaded.id, Some(loaded)));
+        for (load, loaded) in loaded.chain(silent.into_iter().map(|load| (load, None))) {
+            // What nobody waits for any more is as well read again.
+            let Some(live) = self.requests.values_mut().find(|live| live.load == Some(load)) else { continue };
+            live.load = None;
+            let id = live.id;
+            if let (Some(prefixes), Some(thread), Some(loaded)) = (&mut self.prefixes, &mut live.thread, loaded) {
+                prefixes.bring_up(thread, &live.tokens, loaded);
+            }
+            self.attach(id);
+        }
+    }
+
+    /// Gives an admitted sequence its state, as far as memory has it.
+    fn attach(&mut self, id: RequestId) {
+        let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+        let hit = match (&mut self.prefixes, &mut live.thread) {
+            (Some(prefixes), Some(thread)) => prefixes.lookup(thread, &live.tokens, self.runner.state_shape()),
+            _ => None,
+        };
+        live.num_computed_tokens = hit.as_ref().map_or(0, |hit| hit.len);
+        self.scheduler.attached(id, live.num_computed_tokens);
+        live.sequence = Some(match hit {
+            Some(hit) => self.runner.adopt(hit.state),
+            None => self.runner.new_sequence(),
+        });
+        if !live.has_attached {
+            live.has_attached = true;
+            live.cached_tokens = live.num_computed_tokens;
+            live.cached_tokens_from_disk = match (&self.prefixes, &live.thread) {
+                (Some(prefixes), Some(thread)) => prefixes.tokens_from_disk(thread).min(live.cached_tokens),
+                _ => 0,
+            };
+            let mut status = lock(&self.status);
+            status.cached_tokens_total += live.cached_tokens as u64;
+            status.cached_tokens_from_disk_total += live.cached_tokens_from_disk as u64;
         }
     }
 
@@ -340,8 +385,11 @@ impl<R: StepRunner> Core<R> {
     fn carry_out(&mut self, lane: Lane, plan: StepPlan) {
         for id in plan.preempted {
             let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
-            let sequence = live.sequence.take().expect("a preempted sequence has state");
-            self.runner.drop_sequence(sequence);
+            match (live.sequence.take(), live.load.take(), &mut self.prefixes) {
+                (Some(sequence), _, _) => self.runner.drop_sequence(sequence),
+                (None, Some(load), Some(prefixes)) => prefixes.abandon(load),
+                _ => panic!("a preempted sequence has state or is about to get it"),
+            }
             live.num_computed_tokens = 0;
             live.notes.preemptions += 1;
             tracing::debug!(request_id = %id, "preempted");
@@ -493,11 +541,18 @@ impl<R: StepRunner> Core<R> {
         }
         for (id, live) in &self.requests {
             if !live.ended {
-                assert_eq!(live.sequence.is_some(), self.scheduler.is_admitted(*id), "{id} and its state");
+                assert_eq!(live.sequence.is_some(), self.scheduler.is_attached(*id), "{id} and its state");
+                assert!(live.sequence.is_none() || live.load.is_none(), "{id} waits for what it has");
                 let computed = self.scheduler.num_computed_tokens(*id);
                 assert_eq!(live.num_computed_tokens, computed, "{id} has computed");
             }
         }
+        let loading = self.requests.values().filter(|live| live.load.is_some()).count();
+        assert_eq!(
+            loading,
+            self.prefixes.as_ref().map_or(0, Prefixes::num_loading),
+            "sequences that wait for the disk"
+        );
         let holding = self.requests.values().filter(|live| live.sequence.is_some()).count();
         assert!(holding <= self.scheduler.limits().max_running, "{holding} sequences have state");
     }

@@ -1,16 +1,17 @@
 //! The tier on disk, below the one in memory: what is stored in memory is written behind, what only the disk has is brought
-//! up when a prefix is looked up.
+//! up when a prefix is looked up. Files are read on the store's thread; meanwhile other sequences go on.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use troika_device::StateShape;
-use troika_device::state::{BlockRows, Boundary};
-use troika_kvcache::{BlockHash, BlockId, Cache, Evicted};
+use troika_device::state::{AttachError, BlockRows, Boundary, Packing};
+use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, LeaseId};
 use troika_kvstore::format::HEADER_BYTES;
 use troika_kvstore::{Header, Item, Kind, Name, Read, Store};
 
-use super::prefix::LAYOUT_VERSION;
 use crate::api::CacheStatus;
 
 /// A store that is open, and what the rows in it depend on.
@@ -25,20 +26,94 @@ pub struct DiskTier {
     pub tokenizer: Vec<u8>,
 }
 
+/// A sequence does without what is kept of it if no file of it has arrived for so long.
+const MAX_SILENCE_US: u64 = 10_000_000;
+
+/// Names what is being read for a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct LoadId(u64);
+
+/// Files being read.
+struct Load {
+    lease: LeaseId,
+    progress: Arc<Progress>,
+    /// Files that had arrived when that was last looked at, and since when it was so many.
+    seen: (usize, u64),
+    /// Somebody waits for it.
+    awaited: bool,
+}
+
+#[derive(Default)]
+struct Progress {
+    files: AtomicUsize,
+    cancelled: AtomicBool,
+}
+
+/// What was read: the blocks of a prefix from some point on, as far as they could be.
+pub(super) struct Loaded {
+    pub(super) id: LoadId,
+    /// The block of the sequence that comes first in `rows`.
+    pub(super) first: usize,
+    pub(super) rows: Vec<BlockRows>,
+    pub(super) boundary: Option<Boundary>,
+    /// Could not be read, or was damaged.
+    failed: Option<Name>,
+}
+
+/// What to read.
+pub(super) struct Wanted<'a> {
+    /// Blocks up to the one after which the sequence can resume.
+    pub(super) chain: &'a [BlockHash],
+    /// Leading ones of them that memory has.
+    pub(super) in_memory: usize,
+    /// Whether the boundary after the last one is to be read too.
+    pub(super) boundary: bool,
+    /// Tokens before that boundary.
+    pub(super) len: usize,
+}
+
 /// The store, and the index that decides what is in it.
 pub(super) struct Disk {
     store: Store,
     index: Cache,
     names: BTreeMap<BlockId, BlockHash>,
     limit_bytes: u64,
+    shape: Arc<StateShape>,
+    packing: Packing,
+    /// Everything being read, awaited or not.
+    loads: BTreeMap<LoadId, Load>,
+    next_load: u64,
+    loaded: (Sender<Loaded>, Receiver<Loaded>),
+    /// Called on the store's thread when something has been read.
+    wake: Arc<dyn Fn() + Send + Sync>,
+    /// Loads that took too long.
+    num_silent: u64,
 }
 
 impl Disk {
     /// Takes up what is there; what is beyond the limit or has lost its parent goes.
-    pub(super) fn new(store: Store, items: Vec<Item>) -> Self {
+    pub(super) fn new(
+        store: Store,
+        items: Vec<Item>,
+        shape: &StateShape,
+        packing: Packing,
+        wake: impl Fn() + Send + Sync + 'static,
+    ) -> Self {
         let status = store.status();
         let index = Cache::new(status.limit_bytes.saturating_sub(status.foreign_bytes));
-        let mut disk = Self { store, index, names: BTreeMap::new(), limit_bytes: status.limit_bytes };
+        let mut disk = Self {
+            store,
+            index,
+            names: BTreeMap::new(),
+            limit_bytes: status.limit_bytes,
+            shape: Arc::new(shape.clone()),
+            packing,
+            loads: BTreeMap::new(),
+            next_load: 0,
+            loaded: channel(),
+            wake: Arc::new(wake),
+            num_silent: 0,
+        };
         let mut gone = Vec::new();
         for Item { header, file_bytes } in items {
             let taken = match header.name.kind {
@@ -105,7 +180,7 @@ impl Disk {
     fn settle(&mut self) {
         let mut gone = Vec::new();
         for name in self.store.take_lost() {
-            self.forget(name.hash, &mut gone);
+            self.forget(name, &mut gone);
         }
         let mut evicted = Vec::new();
         let limit = self.limit_bytes.saturating_sub(self.store.status().foreign_bytes);
@@ -114,33 +189,40 @@ impl Disk {
         self.store.remove(&gone);
     }
 
-    fn forget(&mut self, hash: BlockHash, gone: &mut Vec<Name>) {
-        if let Some(id) = self.index.block(&hash) {
-            let mut evicted = Vec::new();
-            self.index.forget(id, &mut evicted);
-            self.note_evicted(&evicted, gone);
+    /// Forgets a boundary, or a block with everything that follows it.
+    fn forget(&mut self, name: Name, gone: &mut Vec<Name>) {
+        let Some(id) = self.index.block(&name.hash) else { return };
+        match name.kind {
+            Kind::Boundary if self.index.drop_boundary(id) => gone.push(name),
+            Kind::Boundary | Kind::Rows => {
+                let mut evicted = Vec::new();
+                self.index.forget(id, &mut evicted);
+                self.note_evicted(&evicted, gone);
+            }
         }
     }
 
     pub(super) fn put_rows(&mut self, depth: u32, parent: BlockHash, hash: BlockHash, rows: &Arc<BlockRows>) {
         self.settle();
         let mut gone = Vec::new();
-        let new = self.insert(depth, &parent, hash, HEADER_BYTES as u64 + rows.bytes(), &mut gone);
+        let bytes = BlockRows::packed_bytes(&self.shape, self.packing);
+        let new = self.insert(depth, &parent, hash, HEADER_BYTES as u64 + bytes, &mut gone);
         self.store.remove(&gone);
         if new.is_some() {
-            let rows = Arc::clone(rows);
-            self.put(Kind::Rows, depth, parent, hash, rows.bytes(), move || bytes_of(rows.floats()));
+            let (rows, shape, packing) = (Arc::clone(rows), Arc::clone(&self.shape), self.packing);
+            self.put(Kind::Rows, depth, parent, hash, bytes, move || packed(hash, rows.pack(&shape, packing)));
         }
     }
 
     pub(super) fn put_boundary(&mut self, depth: u32, parent: BlockHash, hash: BlockHash, boundary: &Arc<Boundary>) {
         self.settle();
         let mut gone = Vec::new();
-        let new = self.insert_boundary(hash, HEADER_BYTES as u64 + boundary.bytes(), &mut gone);
+        let bytes = boundary.packed_bytes(&self.shape, self.packing);
+        let new = self.insert_boundary(hash, HEADER_BYTES as u64 + bytes, &mut gone);
         self.store.remove(&gone);
         if new {
-            let boundary = Arc::clone(boundary);
-            self.put(Kind::Boundary, depth, parent, hash, boundary.bytes(), move || bytes_of(boundary.floats()));
+            let (boundary, shape, packing) = (Arc::clone(boundary), Arc::clone(&self.shape), self.packing);
+            self.put(Kind::Boundary, depth, parent, hash, bytes, move || packed(hash, boundary.pack(&shape, packing)));
         }
     }
 
@@ -151,12 +233,13 @@ impl Disk {
         parent: BlockHash,
         hash: BlockHash,
         payload_bytes: u64,
-        payload: impl FnOnce() -> Vec<u8> + Send + 'static,
+        payload: impl FnOnce() -> Option<Vec<u8>> + Send + 'static,
     ) {
-        let header = Header { name: Name { kind, hash }, layout: LAYOUT_VERSION, depth, parent, payload_bytes };
+        let layout = self.packing.layout_version();
+        let header = Header { name: Name { kind, hash }, layout, depth, parent, payload_bytes };
         if !self.store.put(header, payload) {
             let mut gone = Vec::new();
-            self.forget(hash, &mut gone);
+            self.forget(Name { kind, hash }, &mut gone);
             self.store.remove(&gone);
         }
     }
@@ -175,32 +258,86 @@ impl Disk {
         self.index.peek(chain)
     }
 
-    pub(super) fn read_rows(&mut self, hash: BlockHash, shape: &StateShape) -> Option<BlockRows> {
-        let floats = self.read(Name { kind: Kind::Rows, hash })?;
-        let rows = BlockRows::from_floats(shape, &floats);
-        rows.inspect_err(|error| tracing::warn!(%error, block = %hash, "a stored block is of another model")).ok()
+    /// Starts to read what memory lacks. `None` if the store refuses: too many wait, or the disk keeps failing.
+    pub(super) fn load(&mut self, wanted: &Wanted<'_>, now_us: u64) -> Option<LoadId> {
+        let id = LoadId(self.next_load);
+        let missing = wanted.chain.get(wanted.in_memory..).unwrap_or_default();
+        let mut names: Vec<Name> = missing.iter().map(|hash| Name { kind: Kind::Rows, hash: *hash }).collect();
+        if let Some(hash) = wanted.chain.last().filter(|_| wanted.boundary) {
+            names.push(Name { kind: Kind::Boundary, hash: *hash });
+        }
+        let progress = Arc::new(Progress::default());
+        let (sender, wake) = (self.loaded.0.clone(), Arc::clone(&self.wake));
+        let (shape, watched) = (Arc::clone(&self.shape), Arc::clone(&progress));
+        let (first, len, packing) = (wanted.in_memory, wanted.len, self.packing);
+        let job = move |read: &dyn Fn(Name) -> Read| {
+            let mut loaded = Loaded { id, first, rows: Vec::new(), boundary: None, failed: None };
+            loaded.read(&names, read, (&shape, packing), len, &watched);
+            // If the engine is gone, nobody waits.
+            let _ = sender.send(loaded);
+            wake();
+        };
+        if !self.store.fetch(packing.layout_version(), job) {
+            return None;
+        }
+        self.next_load += 1;
+        // Nothing of it is to go while it is read.
+        let lease = self.index.lookup(wanted.chain).lease?;
+        self.loads.insert(id, Load { lease, progress, seen: (0, now_us), awaited: true });
+        Some(id)
     }
 
-    pub(super) fn read_boundary(&mut self, hash: BlockHash, len: usize, shape: &StateShape) -> Option<Boundary> {
-        let floats = self.read(Name { kind: Kind::Boundary, hash })?;
-        let boundary = Boundary::from_floats(shape, len, &floats);
-        boundary.inspect_err(|error| tracing::warn!(%error, block = %hash, "a stored block is of another model")).ok()
+    /// Nobody waits for it any more.
+    pub(super) fn abandon(&mut self, id: LoadId) {
+        if let Some(load) = self.loads.get_mut(&id) {
+            load.awaited = false;
+            load.progress.cancelled.store(true, Ordering::Relaxed);
+        }
     }
 
-    /// What cannot be read is forgotten, with everything that follows it.
-    fn read(&mut self, name: Name) -> Option<Vec<f32>> {
-        match self.store.read(name, LAYOUT_VERSION) {
-            Read::Found(bytes) => {
-                let floats = bytes.chunks_exact(4).map(|four| f32::from_le_bytes([four[0], four[1], four[2], four[3]]));
-                Some(floats.collect())
+    /// What has been read since the last call. What could not be is forgotten, with everything that follows it.
+    pub(super) fn take_loaded(&mut self) -> Vec<Loaded> {
+        let loaded: Vec<Loaded> = self.loaded.1.try_iter().collect();
+        for Loaded { id, failed, .. } in &loaded {
+            if let Some(load) = self.loads.remove(id) {
+                self.index.release(load.lease);
             }
-            Read::Missing | Read::Damaged => {
-                let mut gone = Vec::new();
-                self.forget(name.hash, &mut gone);
-                self.store.remove(&gone);
-                None
+            let mut gone = Vec::new();
+            failed.iter().for_each(|name| self.forget(*name, &mut gone));
+            self.store.remove(&gone);
+        }
+        loaded
+    }
+
+    /// Loads of which nothing has been heard for too long; nobody waits for them any more.
+    pub(super) fn take_silent(&mut self, now_us: u64) -> Vec<LoadId> {
+        let mut silent = Vec::new();
+        for (id, load) in self.loads.iter_mut().filter(|(_, load)| load.awaited) {
+            let files = load.progress.files.load(Ordering::Relaxed);
+            if files != load.seen.0 {
+                load.seen = (files, now_us);
+            }
+            if now_us.saturating_sub(load.seen.1) > MAX_SILENCE_US {
+                tracing::warn!("the disk does not answer: a prefix is computed again");
+                silent.push(*id);
             }
         }
+        self.num_silent += silent.len() as u64;
+        silent.iter().for_each(|id| self.abandon(*id));
+        silent
+    }
+
+    /// Sequences that wait for files.
+    pub(super) fn num_awaited(&self) -> usize {
+        self.loads.values().filter(|load| load.awaited).count()
+    }
+
+    /// # Panics
+    ///
+    /// If the books do not add up.
+    pub(super) fn check_invariants(&self) {
+        self.index.check_invariants();
+        assert_eq!(self.index.num_leases(), self.loads.len(), "a lease for each load");
     }
 
     pub(super) fn report(&self, status: &mut CacheStatus) {
@@ -210,7 +347,10 @@ impl Disk {
         status.disk_blocks = self.index.num_blocks();
         (status.disk_read, status.disk_written) = (store.read, store.written);
         (status.disk_dropped, status.disk_quarantined) = (store.dropped, store.quarantined);
-        status.disk_failed = store.failure.is_some();
+        (status.disk_failed_reads, status.disk_failed_writes) = (store.failed_reads, store.failed_writes);
+        status.disk_not_asked = store.refused_reads + self.num_silent;
+        status.disk_loading = self.num_awaited();
+        status.disk_failed = store.write_failure.is_some() || store.read_failure.is_some();
     }
 
     pub(super) fn flush(&self) {
@@ -218,6 +358,42 @@ impl Disk {
     }
 }
 
-fn bytes_of<'a>(floats: impl Iterator<Item = &'a [f32]>) -> Vec<u8> {
-    floats.flatten().flat_map(|x| x.to_le_bytes()).collect()
+impl Loaded {
+    /// Reads one file after the other until one fails or nobody waits any more. On the store's thread.
+    fn read(
+        &mut self,
+        names: &[Name],
+        read: &dyn Fn(Name) -> Read,
+        (shape, packing): (&StateShape, Packing),
+        len: usize,
+        progress: &Progress,
+    ) {
+        for name in names {
+            if progress.cancelled.load(Ordering::Relaxed) {
+                return;
+            }
+            let Read::Found(bytes) = read(*name) else {
+                self.failed = Some(*name);
+                return;
+            };
+            let taken: Result<(), AttachError> = match name.kind {
+                Kind::Rows => BlockRows::unpack(shape, packing, &bytes).map(|rows| self.rows.push(rows)),
+                Kind::Boundary => Boundary::unpack(shape, packing, len, &bytes).map(|it| self.boundary = Some(it)),
+            };
+            if let Err(error) = taken {
+                tracing::warn!(%error, file = %name, "a stored block is of another model");
+                self.failed = Some(*name);
+                return;
+            }
+            progress.files.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Says so if there is nothing to write, for then something is wrong with the rows.
+fn packed(hash: BlockHash, bytes: Option<Vec<u8>>) -> Option<Vec<u8>> {
+    if bytes.is_none() {
+        tracing::warn!(block = %hash, "rows are not what the numeric class makes of them: the block is not stored on disk");
+    }
+    bytes
 }

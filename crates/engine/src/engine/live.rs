@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use troika_base::{RequestId, SequenceId};
 
 use super::core::Submission;
+use super::disk::LoadId;
 use super::prefix::Thread;
 use crate::api::{
     ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, RequestRecord, TokenSet, Usage,
@@ -26,6 +27,10 @@ pub(super) struct Live {
     /// Events its listener had no room for.
     pub(super) pending: VecDeque<Event>,
     pub(super) started_us: Option<u64>,
+    /// Has had state.
+    pub(super) has_attached: bool,
+    /// What is being read of its prefix; until then it has no state.
+    pub(super) load: Option<LoadId>,
     /// Where it stands with the prefix cache, if there is one.
     pub(super) thread: Option<Thread>,
     /// Tokens it had when it first started.
@@ -56,6 +61,8 @@ impl Live {
             num_computed_tokens: 0,
             pending: VecDeque::new(),
             started_us: None,
+            has_attached: false,
+            load: None,
             thread: None,
             cached_tokens: 0,
             cached_tokens_from_disk: 0,

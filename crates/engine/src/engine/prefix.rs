@@ -7,15 +7,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use troika_device::state::{BlockRows, Boundary};
+use troika_device::state::{BlockRows, Boundary, Packing};
 use troika_device::{SequenceState, StateShape};
-use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, Skip};
+use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, LeaseId, Skip};
 
-use super::disk::{Disk, DiskTier};
+use super::disk::{Disk, DiskTier, LoadId, Loaded, Wanted};
 use crate::api::{CacheStatus, Divergence, RequestRecord};
-
-/// Version of what a block and a boundary hold.
-pub(super) const LAYOUT_VERSION: u32 = 1;
 
 /// Where a sequence stands with the cache.
 #[derive(Debug)]
@@ -57,6 +54,8 @@ pub(super) struct Prefixes {
     boundaries: BTreeMap<BlockId, Arc<Boundary>>,
     identity: CacheIdentity,
     disk: Option<Disk>,
+    /// Blocks in memory that stay until what follows them has been read.
+    loads: BTreeMap<LoadId, LeaseId>,
     status: CacheStatus,
 }
 
@@ -72,6 +71,7 @@ pub(super) struct CacheIdentity {
     pub(super) weights: Vec<u8>,
     pub(super) tokenizer: Vec<u8>,
     pub(super) class: String,
+    pub(super) packing: Packing,
 }
 
 impl Prefixes {
@@ -85,14 +85,17 @@ impl Prefixes {
             boundaries: BTreeMap::new(),
             identity,
             disk: None,
+            loads: BTreeMap::new(),
             status: CacheStatus { limit_bytes, ..CacheStatus::default() },
         }
     }
 
-    /// Also keeps prefixes on disk. No sequence may have been looked up or stored before.
-    pub(super) fn set_disk(&mut self, tier: DiskTier) {
+    /// Also keeps prefixes on disk; `wake` is called on another thread when [`Self::take_loaded`] has something. No sequence
+    /// may have been looked up or stored before.
+    pub(super) fn set_disk(&mut self, tier: DiskTier, shape: &StateShape, wake: impl Fn() + Send + Sync + 'static) {
+        let packing = self.identity.packing;
         (self.identity.weights, self.identity.tokenizer) = (tier.weights, tier.tokenizer);
-        self.disk = Some(Disk::new(tier.store, tier.items));
+        self.disk = Some(Disk::new(tier.store, tier.items, shape, packing, wake));
         self.publish();
     }
 
@@ -108,7 +111,7 @@ impl Prefixes {
         let identity = Identity {
             weights: &self.identity.weights,
             tokenizer: &self.identity.tokenizer,
-            layout: LAYOUT_VERSION,
+            layout: self.identity.packing.layout_version(),
             class: &self.identity.class,
             tenant: tenant.as_bytes(),
         };
@@ -126,11 +129,10 @@ impl Prefixes {
         }
     }
 
-    /// The longest prefix of `tokens` that leaves a token to compute.
+    /// The longest prefix of `tokens` in memory that leaves a token to compute.
     pub(super) fn lookup(&mut self, thread: &mut Thread, tokens: &[u32], shape: &StateShape) -> Option<Hit> {
         let wanted = (tokens.len() - 1) / self.block_tokens;
         thread.name_blocks(tokens, self.block_tokens, wanted);
-        thread.from_disk += self.bring_up(thread, &tokens[..wanted * self.block_tokens], shape);
         let found = self.cache.lookup(&thread.chain[..wanted]);
         thread.matched = found.matched;
         if thread.diverged.is_none() {
@@ -162,43 +164,79 @@ impl Prefixes {
         thread.from_disk * self.block_tokens
     }
 
-    /// Brings into memory what only the disk has of a prefix, if a sequence can then resume later than otherwise. Returns
-    /// the number of blocks.
-    fn bring_up(&mut self, thread: &Thread, tokens: &[u32], shape: &StateShape) -> usize {
-        let chain = &thread.chain[..tokens.len() / self.block_tokens];
-        let Some(disk) = &mut self.disk else { return 0 };
-        let count = disk.peek(chain);
+    /// Starts to bring into memory what only the disk has of a prefix of `tokens`, if the sequence can then resume later than
+    /// otherwise. It is looked up when that is done.
+    pub(super) fn load(&mut self, thread: &mut Thread, tokens: &[u32], now_us: u64) -> Option<LoadId> {
+        let disk = self.disk.as_mut()?;
+        let wanted = (tokens.len() - 1) / self.block_tokens;
+        thread.name_blocks(tokens, self.block_tokens, wanted);
+        let count = disk.peek(&thread.chain[..wanted]);
+        let chain = &thread.chain[..count];
         if count <= self.cache.peek(chain) {
-            return 0;
+            return None;
         }
-        let (mut parent, mut evicted, mut from_disk) = (None, Vec::new(), 0);
-        for (index, (name, tokens)) in chain[..count].iter().zip(tokens.chunks(self.block_tokens)).enumerate() {
-            let known = self.cache.block(name);
-            let id = match known {
-                Some(id) => Some(id),
-                None => disk.read_rows(*name, shape).and_then(|rows| {
-                    let (id, _) = self.cache.insert(parent, *name, bytes_of(&rows, tokens), &mut evicted).ok()?;
+        let held: Vec<BlockId> = chain.iter().map_while(|name| self.cache.block(name)).collect();
+        let boundary = held.len() < count || !self.cache.has_boundary(held[count - 1]);
+        let wanted = Wanted { chain, in_memory: held.len(), boundary, len: count * self.block_tokens };
+        let id = disk.load(&wanted, now_us)?;
+        self.loads.insert(id, self.cache.lease(&held));
+        self.publish();
+        Some(id)
+    }
+
+    /// What has been read since the last call, or is not worth waiting for.
+    pub(super) fn take_loaded(&mut self, now_us: u64) -> (Vec<Loaded>, Vec<LoadId>) {
+        let Some(disk) = &mut self.disk else { return (Vec::new(), Vec::new()) };
+        let loaded = disk.take_loaded();
+        let silent = disk.take_silent(now_us);
+        let done = loaded.iter().map(|loaded| loaded.id).chain(silent.iter().copied());
+        done.for_each(|id| release(&mut self.loads, &mut self.cache, id));
+        if !(loaded.is_empty() && silent.is_empty()) {
+            self.publish();
+        }
+        (loaded, silent)
+    }
+
+    /// Nobody waits for it any more.
+    pub(super) fn abandon(&mut self, id: LoadId) {
+        if let Some(disk) = &mut self.disk {
+            disk.abandon(id);
+        }
+        release(&mut self.loads, &mut self.cache, id);
+        self.publish();
+    }
+
+    /// Takes into memory what was read for the sequence of `tokens`.
+    pub(super) fn bring_up(&mut self, thread: &mut Thread, tokens: &[u32], loaded: Loaded) {
+        let (mut parent, mut evicted) = (None, Vec::new());
+        // What memory had when the reading began is there still; more may have come since.
+        let Loaded { rows, boundary, first, .. } = loaded;
+        let mut rows = rows.into_iter();
+        for (index, (name, tokens)) in thread.chain.iter().zip(tokens.chunks(self.block_tokens)).enumerate() {
+            let block = if index < first { None } else { rows.next() };
+            let id = match (self.cache.block(name), block) {
+                (Some(id), _) => id,
+                (None, Some(rows)) => {
+                    let bytes = bytes_of(&rows, tokens);
+                    let Ok((id, _)) = self.cache.insert(parent, *name, bytes, &mut evicted) else { break };
                     let parent = thread.parent_of(index);
                     self.tokens.insert((parent, id), tokens.into());
                     self.blocks.insert(id, Kept { rows: Arc::new(rows), parent });
-                    from_disk += 1;
-                    Some(id)
-                }),
+                    thread.from_disk += 1;
+                    id
+                }
+                (None, None) => break,
             };
-            if id.is_none() {
-                break;
-            }
-            parent = id;
+            parent = Some(id);
         }
-        let whole = parent.is_some() && parent == self.cache.block(&chain[count - 1]);
-        if let Some(id) = parent.filter(|id| whole && !self.cache.has_boundary(*id))
-            && let Some(boundary) = disk.read_boundary(chain[count - 1], count * self.block_tokens, shape)
-            && self.cache.insert_boundary(id, boundary.bytes(), &mut evicted).is_ok()
+        let last = boundary.as_ref().and_then(|boundary| thread.chain.get(boundary.len / self.block_tokens - 1));
+        if let Some((id, boundary)) = last.and_then(|name| self.cache.block(name)).zip(boundary)
+            && self.cache.insert_boundary(id, boundary.bytes(), &mut evicted) == Ok(true)
         {
             self.boundaries.insert(id, Arc::new(boundary));
         }
         self.drop_evicted(&evicted);
-        from_disk
+        self.publish();
     }
 
     fn attach(&self, ids: &[BlockId], shape: &StateShape) -> Option<Hit> {
@@ -364,11 +402,21 @@ impl Prefixes {
         self.status
     }
 
+    /// Sequences that wait for the disk.
+    pub(super) fn num_loading(&self) -> usize {
+        self.disk.as_ref().map_or(0, Disk::num_awaited)
+    }
+
     /// # Panics
     ///
     /// If the books do not add up.
     pub(super) fn check_invariants(&self) {
         self.cache.check_invariants();
+        if let Some(disk) = &self.disk {
+            disk.check_invariants();
+            assert_eq!(self.loads.len(), disk.num_awaited(), "blocks stay for those who wait, and for nobody else");
+        }
+        assert_eq!(self.cache.num_leases(), self.loads.len(), "no other leases between turns");
         assert_eq!(self.blocks.len(), self.cache.num_blocks(), "rows of every block, and no others");
         assert!(self.boundaries.keys().all(|id| self.cache.has_boundary(*id)), "a boundary the index does not know");
         let tokens_of = |id: &BlockId, kept: &Kept| self.tokens[&(kept.parent, *id)].len() as u64 * 4;
@@ -376,6 +424,12 @@ impl Prefixes {
         assert_eq!(self.tokens.len(), self.blocks.len(), "tokens of every block, and of no others");
         let boundaries: u64 = self.boundaries.values().map(|boundary| boundary.bytes()).sum();
         assert_eq!(rows + boundaries, self.cache.used_bytes(), "bytes held and bytes counted");
+    }
+}
+
+fn release(loads: &mut BTreeMap<LoadId, LeaseId>, cache: &mut Cache, id: LoadId) {
+    if let Some(lease) = loads.remove(&id) {
+        cache.release(lease);
     }
 }
 

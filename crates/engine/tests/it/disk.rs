@@ -2,20 +2,128 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
-use troika_engine::api::Generator;
+use troika_base::NumericClass;
+use troika_engine::api::{Event, Generator};
 use troika_engine::{DiskTier, Engine, EngineOptions};
 use troika_kvstore::{Store, usage};
+use troika_testkit::disk::{FakeDisk, Faults};
 use troika_testkit::scratch_dir;
 
 use crate::cache::{CACHED, answer, request, tokens};
-use crate::support::{open, options};
+use crate::serving::{Channel, wait_until};
+use crate::support::{open, options, options_for};
 
 /// An engine on `dir`; `weights` stands for the model's digest.
 fn engine(dir: &Path, limit: u64, weights: &str, options_of_engine: EngineOptions) -> Engine {
     let (store, items) = Store::open(dir, limit).expect("opens");
     let tier = DiskTier { store, items, weights: weights.into(), tokenizer: b"t".to_vec() };
     Engine::start_with_disk(open("tiny-bf16", options()), options_of_engine, Some(tier)).expect("starts")
+}
+
+/// Rows of `official` lie packed: about half of the bytes in this model, and not one bit differs.
+#[test]
+fn official_rows_are_packed_and_come_back_equal() {
+    let prompt = tokens(1, 3 * 128 + 5);
+    let mut bytes = Vec::new();
+    for class in [NumericClass::Official, NumericClass::Fast] {
+        let dir = scratch_dir();
+        let mut answers = Vec::new();
+        for cached in [0, 384] {
+            let (store, items) = Store::open(dir.path(), 1 << 30).expect("opens");
+            let tier = DiskTier { store, items, weights: b"w".to_vec(), tokenizer: b"t".to_vec() };
+            let runner = open("tiny-bf16", options_for(class));
+            let running = Engine::start_with_disk(runner, CACHED, Some(tier)).expect("starts");
+            let (said, usage) = answer(&running, request(prompt.clone(), 20));
+            assert_eq!(usage.cached_tokens, cached, "{class}");
+            answers.push(said);
+            running.shutdown();
+            assert_eq!(running.status().cache.disk_dropped, 0, "{class}: every row is on the grid");
+        }
+        assert_eq!(answers[0], answers[1], "{class}");
+        bytes.push(usage(dir.path()).expect("readable").bytes);
+    }
+    assert!(bytes[0] * 10 < bytes[1] * 6, "{bytes:?}");
+}
+
+/// An engine on a disk that fails when told to.
+fn engine_on(disk: &Arc<FakeDisk>, options_of_engine: EngineOptions) -> Engine {
+    let (store, items) = Store::open_on(disk.clone(), Path::new("cache"), 1 << 30).expect("opens");
+    let tier = DiskTier { store, items, weights: b"w".to_vec(), tokenizer: b"t".to_vec() };
+    Engine::start_with_disk(open("tiny-bf16", options()), options_of_engine, Some(tier)).expect("starts")
+}
+
+/// While the prefix of one is read, slowly, the others go on.
+#[test]
+fn a_slow_disk_holds_up_nobody_else() {
+    let disk = FakeDisk::new(1);
+    let prompt = tokens(1, 3 * 128 + 5);
+    let (cold, _) = answer(&engine_on(&disk, CACHED), request(prompt.clone(), 8));
+    let running = engine_on(&disk, CACHED);
+    const READ: Duration = Duration::from_millis(400);
+    disk.set_faults(Faults { read_takes: READ, ..Faults::default() });
+    let (sender, events) = channel();
+    let stream = running.submit(request(tokens(2, 5), 500), Box::new(Channel(sender))).expect("accepted");
+    let next = || loop {
+        match events.recv_timeout(Duration::from_secs(60)).expect("answers") {
+            Event::Token { .. } => return,
+            Event::Prefilled { .. } => {}
+            end => panic!("ended with {end:?}"),
+        }
+    };
+    next();
+    std::thread::scope(|scope| {
+        let second = scope.spawn(|| answer(&running, request(prompt.clone(), 8)));
+        wait_until("its prefix is being read", || running.status().cache.disk_loading == 1);
+        let start = Instant::now();
+        (0..5).for_each(|_| next());
+        assert!(start.elapsed() < READ && running.status().cache.disk_loading == 1, "{:?}", start.elapsed());
+        let (warm, usage) = second.join().expect("answers");
+        assert_eq!((usage.cached_tokens, warm), (384, cold));
+    });
+    // One that goes away while it waits leaves nothing behind.
+    let small = EngineOptions { cache_bytes: 1, ..CACHED };
+    running.cancel(stream);
+    drop(running);
+    let running = engine_on(&disk, small);
+    let (sender, _events) = channel();
+    let id = running.submit(request(prompt, 8), Box::new(Channel(sender))).expect("accepted");
+    wait_until("its prefix is being read", || running.status().cache.disk_loading == 1);
+    running.cancel(id);
+    wait_until("it is gone", || running.status().requests_total == 1);
+    let status = running.status();
+    assert_eq!((status.cache.disk_loading, status.running, status.state_bytes_reserved), (0, 0, 0), "{status:?}");
+}
+
+/// Whatever the disk does, answers are those of an engine without one, and the status says so.
+#[test]
+fn a_failing_disk_changes_no_answer() {
+    let disk = FakeDisk::new(2);
+    let ask = |engine: &Engine, seed| answer(engine, request(tokens(seed, 300), 4)).0;
+    // More than memory holds, so that the disk is asked again and again.
+    let small = EngineOptions { cache_bytes: 2_000_000, ..CACHED };
+    let healthy = engine_on(&disk, small);
+    let cold: Vec<_> = (0..8).map(|seed| ask(&healthy, seed)).collect();
+    drop(healthy);
+    let unreadable = Faults { read_error_one_in: 1, ..Faults::default() };
+    let full = Faults { capacity_bytes: Some(100_000), ..Faults::default() };
+    let unwritable = Faults { read_only: true, ..Faults::default() };
+    for (round, faults) in [unreadable, full, unwritable].into_iter().enumerate() {
+        let running = engine_on(&disk, small);
+        disk.set_faults(faults.clone());
+        for seed in (0..8).chain(0..8) {
+            assert_eq!(ask(&running, seed), cold[seed as usize], "{faults:?}");
+            ask(&running, 100 * (1 + round as u64) + seed);
+        }
+        running.shutdown();
+        let cache = running.status().cache;
+        let failed = cache.disk_failed_writes + cache.disk_failed_reads;
+        assert!(cache.disk_failed && failed >= 3, "{faults:?}: {cache:?}");
+        disk.set_faults(Faults::default());
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod disk;
 mod errors;
 mod golden;
 mod hybrid;
+mod nano;
 mod sampling;
 mod serving;
 mod sim;

@@ -10,12 +10,7 @@ fn run(seeds: impl Iterator<Item = u64>) -> Report {
     let mut sum = Report::default();
     for seed in seeds {
         match live(seed, None) {
-            Ok(report) => {
-                sum.tokens += report.tokens;
-                sum.rows += report.rows;
-                sum.cached_tokens += report.cached_tokens;
-                sum.preemptions += report.preemptions;
-            }
+            Ok(report) => sum.add(report),
             Err(error) => {
                 panic!("{error}\nTROIKA_SEED={seed} cargo test -p troika-engine --test it one_seed -- --ignored")
             }
@@ -29,6 +24,8 @@ fn tokens_do_not_depend_on_luck() {
     let report = run(FIXED.into_iter().chain(0..600));
     // The worlds are worth living in: what is tested does happen.
     assert!(report.tokens > 10_000 && report.cached_tokens > 10_000 && report.preemptions > 5, "{report:?}");
+    assert!(report.files_read > 100 && report.failed_files > 20 && report.restarts > 200, "{report:?}");
+    assert!(report.quarantined > 20 && report.not_asked > 2, "{report:?}");
 }
 
 #[test]
@@ -47,8 +44,16 @@ fn one_seed() {
 /// A test that cannot fail shows nothing: each planted bug is found, and soon.
 #[test]
 fn planted_bugs_are_found() {
-    for bug in [Bug::WindowNotRestored, Bug::LaneNotRestored, Bug::RecycledUncleared] {
+    for bug in [
+        Bug::WindowNotRestored,
+        Bug::LaneNotRestored,
+        Bug::RecycledUncleared,
+        Bug::PayloadUnchecked,
+        Bug::NamesConfused,
+        Bug::WeightsNotNamed,
+    ] {
         let found = (0..400).find(|seed| std::panic::catch_unwind(|| live(*seed, Some(bug))).is_ok_and(|r| r.is_err()));
+        println!("{bug:?} is found in world {found:?}");
         assert!(found.is_some(), "{bug:?} is not found in 400 worlds");
     }
 }

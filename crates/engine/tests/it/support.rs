@@ -1,5 +1,7 @@
 //! Opening the oracle's checkpoints and feeding them.
 
+use std::path::Path;
+
 use troika_base::{NumericClass, SequenceId};
 use troika_device::map_file;
 use troika_engine::{Chunk, Forward, Runner, RunnerOptions, WantLogits};
@@ -25,13 +27,22 @@ pub(crate) fn options_for(class: NumericClass) -> RunnerOptions {
 
 /// A checkpoint of the oracle.
 pub(crate) fn checkpoint(name: &str) -> (ModelConfig, WeightTable) {
-    let checkpoint = Checkpoint::open(&oracle_dir().join(name), &map_file).expect("the oracle's checkpoint opens");
+    checkpoint_in(&oracle_dir().join(name))
+}
+
+fn checkpoint_in(dir: &Path) -> (ModelConfig, WeightTable) {
+    let checkpoint = Checkpoint::open(dir, &map_file).expect("the checkpoint opens");
     let weights = WeightTable::build(&checkpoint, ScaleCheck::All).expect("it is complete");
     (checkpoint.config().model.clone(), weights)
 }
 
 pub(crate) fn open(name: &str, options: RunnerOptions) -> Runner {
-    let (config, weights) = checkpoint(name);
+    open_path(&oracle_dir().join(name), options)
+}
+
+/// Any checkpoint.
+pub(crate) fn open_path(dir: &Path, options: RunnerOptions) -> Runner {
+    let (config, weights) = checkpoint_in(dir);
     Runner::new(config, weights.facts(), &weights, options).expect("the model loads")
 }
 

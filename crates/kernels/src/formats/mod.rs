@@ -16,7 +16,7 @@ use troika_base::StoredTensor;
 use troika_base::storage::{FP8_TILE, Format, MX_GROUP, ScaleFormat};
 
 pub use encode::{f32_to_bf16, f32_to_e2m1, f32_to_e4m3, f32_to_f16};
-pub use round::{fake_fp4, fake_fp8, hadamard};
+pub use round::{fake_fp4, fake_fp8, hadamard, power_of_two_scale};
 pub use tables::{E2M1, E4M3, bf16_to_f32, e8m0_to_f32, f16_to_f32};
 
 use crate::CpuLevel;

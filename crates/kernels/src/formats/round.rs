@@ -61,7 +61,7 @@ fn amax(x: &[f32]) -> f32 {
 }
 
 /// Smallest power of two that is at least `amax * factor`, the product rounded to `f32`.
-fn power_of_two_scale(amax: f32, factor: f32) -> f32 {
+pub fn power_of_two_scale(amax: f32, factor: f32) -> f32 {
     let bits = (amax * factor).to_bits();
     let exponent = (bits >> 23) + u32::from(bits & 0x007f_ffff != 0);
     f32::from_bits(exponent << 23)

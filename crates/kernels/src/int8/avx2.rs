@@ -3,13 +3,19 @@
 use std::arch::x86_64::*;
 
 use super::pack::Strip;
-use super::{GROUP, STRIP, XBlock};
+use super::{GROUP, STRIP, TINY, XBlock};
 
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn multiply(w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
     match w {
-        Strip::Fp4 { rows, scales } => fp4(rows, scales, x, sums),
-        Strip::Packed { codes, scales } => packed(codes, scales, x, sums),
+        Strip::Fp4 { rows, scales } => match sums {
+            [sums] => fp4_row(rows, scales, x, sums),
+            _ => fp4(rows, scales, x, sums),
+        },
+        Strip::Packed { codes, scales } => match sums {
+            [sums] => packed_row(codes, scales, x, sums),
+            _ => packed(codes, scales, x, sums),
+        },
     }
 }
 
@@ -18,32 +24,93 @@ pub(super) fn multiply(w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
 fn fp4(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], x: XBlock, sums: &mut [[f32; STRIP]]) {
     let (groups, n) = (scales[0].len(), sums.len());
     assert!(scales.iter().all(|scales| scales.len() == groups) && rows.iter().all(|row| row.len() == groups * 16));
-    let ones = _mm256_set1_epi16(1);
-    // The next strip follows this one in memory.
-    let next = rows[0].as_ptr().wrapping_add(STRIP * groups * 16);
+    let ahead = Fp4Ahead::new(rows, scales);
     for first in (0..groups).step_by(8) {
         let count = 8.min(groups - first);
         let w_scales = fp4_scales(scales, first, count);
+        ahead.prefetch_scales(first);
         for (g, w_scale) in (first..first + count).zip(&w_scales) {
-            for line in [0, 64] {
-                _mm_prefetch::<_MM_HINT_T0>(next.wrapping_add(g * 128 + line).cast());
-            }
+            ahead.prefetch_codes(g);
             // SAFETY: g < groups, and every row holds 16 bytes per group (asserted above).
             let w = unsafe { fp4_group(rows, g) };
             let w_scale = load(w_scale);
             let place = g * n..(g + 1) * n;
             let rows = x.codes[place.clone()].iter().zip(&x.scales[place.clone()]).zip(&x.zeros[place]);
             for (sums, ((x, x_scale), zero)) in sums.iter_mut().zip(rows) {
-                let (x, _) = x.as_chunks::<4>();
-                let four = |i: usize| {
-                    let pair = |i: usize| _mm256_maddubs_epi16(w[i], broadcast(&x[i]));
-                    let (a, b) = (_mm256_add_epi16(pair(i), pair(i + 1)), _mm256_add_epi16(pair(i + 2), pair(i + 3)));
-                    _mm256_madd_epi16(_mm256_add_epi16(a, b), ones)
-                };
-                let sum = _mm256_add_epi32(_mm256_add_epi32(four(0), four(4)), _mm256_set1_epi32(*zero));
-                add_scaled(sum, w_scale, *x_scale, sums);
+                store(sums, add_scaled(fp4_sum(&w, x, *zero), w_scale, *x_scale, load(sums)));
             }
         }
+    }
+}
+
+/// [`fp4`] for one row, whose sums stay in a register.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fp4_row(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], x: XBlock, sums: &mut [f32; STRIP]) {
+    let groups = scales[0].len();
+    assert!(scales.iter().all(|scales| scales.len() == groups) && rows.iter().all(|row| row.len() == groups * 16));
+    let ahead = Fp4Ahead::new(rows, scales);
+    let mut total = load(sums);
+    for first in (0..groups).step_by(8) {
+        let place = first..groups.min(first + 8);
+        let w_scales = fp4_scales(scales, first, place.len());
+        ahead.prefetch_scales(first);
+        let x = x.codes[place.clone()].iter().zip(&x.scales[place.clone()]).zip(&x.zeros[place.clone()]);
+        for ((g, w_scale), ((x, x_scale), zero)) in place.zip(&w_scales).zip(x) {
+            ahead.prefetch_codes(g);
+            // SAFETY: g < groups, and every row holds 16 bytes per group (asserted above).
+            let w = unsafe { fp4_group(rows, g) };
+            total = add_scaled(fp4_sum(&w, x, *zero), load(w_scale), *x_scale, total);
+        }
+    }
+    store(sums, total);
+}
+
+/// Sums of the products of one group; `zero` takes away what the offset of the codes adds.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fp4_sum(w: &[__m256i; 8], x: &[i8; GROUP], zero: i32) -> __m256i {
+    let (x, _) = x.as_chunks::<4>();
+    let four = |i: usize| {
+        let pair = |i: usize| _mm256_maddubs_epi16(w[i], broadcast(&x[i]));
+        let (a, b) = (_mm256_add_epi16(pair(i), pair(i + 1)), _mm256_add_epi16(pair(i + 2), pair(i + 3)));
+        _mm256_madd_epi16(_mm256_add_epi16(a, b), _mm256_set1_epi16(1))
+    };
+    _mm256_add_epi32(_mm256_add_epi32(four(0), four(4)), _mm256_set1_epi32(zero))
+}
+
+/// Bytes from what is multiplied to what is asked for from memory, about: some hundred nanoseconds of streaming.
+const AHEAD: usize = 8192;
+
+/// Where the weights lie that a later strip will read while this one is at the same group: strips follow one another in
+/// memory, but each is read along its eight rows at once.
+struct Fp4Ahead {
+    codes: *const u8,
+    scales: *const u8,
+}
+
+impl Fp4Ahead {
+    fn new(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP]) -> Self {
+        let groups = scales[0].len();
+        let strips = AHEAD.div_ceil((STRIP * groups * 16).max(1));
+        Self {
+            codes: rows[0].as_ptr().wrapping_add(strips * STRIP * groups * 16),
+            scales: scales[0].as_ptr().wrapping_add(strips * STRIP * groups),
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn prefetch_codes(&self, g: usize) {
+        for line in [0, 64] {
+            _mm_prefetch::<_MM_HINT_T0>(self.codes.wrapping_add(g * 128 + line).cast());
+        }
+    }
+
+    /// Those of the eight groups from `first` on.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn prefetch_scales(&self, first: usize) {
+        _mm_prefetch::<_MM_HINT_T0>(self.scales.wrapping_add(first * 8).cast());
     }
 }
 
@@ -80,8 +147,8 @@ fn fp4_scales(scales: &[&[u8]; STRIP], first: usize, count: usize) -> [[f32; STR
 /// Products of magnitudes: weights give their sign to the activations, and 2 · 127 · 127 fits into 16 bits.
 #[target_feature(enable = "avx2,fma,f16c")]
 fn packed(codes: &[[i8; STRIP * GROUP]], scales: &[[u16; STRIP]], x: XBlock, sums: &mut [[f32; STRIP]]) {
-    let ones = _mm256_set1_epi16(1);
     for (g, (codes, scales)) in codes.iter().zip(scales).enumerate() {
+        prefetch_packed(codes, scales);
         let (codes, _) = codes.as_chunks::<32>();
         let magnitudes: [__m256i; 8] = std::array::from_fn(|i| _mm256_abs_epi8(load_codes(&codes[i])));
         let w_scale = load_bf16(scales);
@@ -89,24 +156,91 @@ fn packed(codes: &[[i8; STRIP * GROUP]], scales: &[[u16; STRIP]], x: XBlock, sum
         let place = g * n..(g + 1) * n;
         let rows = x.codes[place.clone()].iter().zip(&x.scales[place]);
         for (sums, (x, x_scale)) in sums.iter_mut().zip(rows) {
-            let (x, _) = x.as_chunks::<4>();
-            let term = |i: usize| {
-                let x = _mm256_sign_epi8(broadcast(&x[i]), load_codes(&codes[i]));
-                _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes[i], x), ones)
-            };
-            let two = |i: usize| _mm256_add_epi32(term(i), term(i + 1));
-            let sum = _mm256_add_epi32(_mm256_add_epi32(two(0), two(2)), _mm256_add_epi32(two(4), two(6)));
-            add_scaled(sum, w_scale, *x_scale, sums);
+            let sum = packed_sum(|i| (magnitudes[i], load_codes(&codes[i])), x);
+            store(sums, add_scaled(sum, w_scale, *x_scale, load(sums)));
         }
     }
 }
 
+/// [`packed`] for one row, whose sums stay in a register.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn packed_row(codes: &[[i8; STRIP * GROUP]], scales: &[[u16; STRIP]], x: XBlock, sums: &mut [f32; STRIP]) {
+    let mut total = load(sums);
+    for ((codes, scales), (x, x_scale)) in codes.iter().zip(scales).zip(x.codes.iter().zip(x.scales)) {
+        prefetch_packed(codes, scales);
+        let (codes, _) = codes.as_chunks::<32>();
+        let weights = |i: usize| {
+            let codes = load_codes(&codes[i]);
+            (_mm256_abs_epi8(codes), codes)
+        };
+        total = add_scaled(packed_sum(weights, x), load_bf16(scales), *x_scale, total);
+    }
+    store(sums, total);
+}
+
+/// Sums of the products of one group; `weights(i)` are the magnitudes and signs of the weights of place `i`.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn add_scaled(sum: __m256i, w_scale: __m256, x_scale: f32, sums: &mut [f32; STRIP]) {
+fn packed_sum(weights: impl Fn(usize) -> (__m256i, __m256i), x: &[i8; GROUP]) -> __m256i {
+    let (x, _) = x.as_chunks::<4>();
+    let term = |i: usize| {
+        let (magnitudes, signs) = weights(i);
+        let x = _mm256_sign_epi8(broadcast(&x[i]), signs);
+        _mm256_madd_epi16(_mm256_maddubs_epi16(magnitudes, x), _mm256_set1_epi16(1))
+    };
+    let two = |i: usize| _mm256_add_epi32(term(i), term(i + 1));
+    _mm256_add_epi32(_mm256_add_epi32(two(0), two(2)), _mm256_add_epi32(two(4), two(6)))
+}
+
+/// Asks for the weights that come `AHEAD` bytes after these: strips follow one another in memory.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn prefetch_packed(codes: &[i8; STRIP * GROUP], scales: &[u16; STRIP]) {
+    let codes = codes.as_ptr().wrapping_add(AHEAD);
+    for line in [0, 64, 128, 192] {
+        _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(line));
+    }
+    _mm_prefetch::<_MM_HINT_T0>(scales.as_ptr().wrapping_add(AHEAD / GROUP).cast());
+}
+
+/// `total + sum · scales`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn add_scaled(sum: __m256i, w_scale: __m256, x_scale: f32, total: __m256) -> __m256 {
     let scale = _mm256_mul_ps(w_scale, _mm256_set1_ps(x_scale));
-    let total = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, load(sums));
-    store(sums, total);
+    _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, total)
+}
+
+/// The same numbers as [`super::scalar::quantize`], whatever `x`.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn quantize(x: &[f32; GROUP], codes: &mut [i8; GROUP]) -> (f32, i32) {
+    let (x, _) = x.as_chunks::<8>();
+    let x: [__m256; 4] = std::array::from_fn(|i| load(&x[i]));
+    // As integers NaN and infinity are larger than every number.
+    let magnitude = |x: __m256| _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fff_ffff));
+    let [a, b, c, d] = x.map(magnitude);
+    let max = _mm256_max_epi32(_mm256_max_epi32(a, b), _mm256_max_epi32(c, d));
+    let max = _mm_max_epi32(_mm256_castsi256_si128(max), _mm256_extracti128_si256::<1>(max));
+    let max = _mm_max_epi32(max, _mm_shuffle_epi32::<0b01_00_11_10>(max));
+    let max = _mm_max_epi32(max, _mm_shuffle_epi32::<0b10_11_00_01>(max));
+    let amax = f32::from_bits(_mm_cvtsi128_si32(max) as u32);
+    if !(amax.is_finite() && amax > TINY) {
+        *codes = [0; GROUP];
+        return (if amax.is_finite() { 0.0 } else { f32::NAN }, 0);
+    }
+    let factor = _mm256_set1_ps(127.0 / amax);
+    let [a, b, c, d] = x.map(|x| _mm256_cvtps_epi32(_mm256_mul_ps(x, factor)));
+    let sum = _mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d));
+    let sum = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
+    let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b01_00_11_10>(sum));
+    let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b10_11_00_01>(sum));
+    // Packing leaves quads of columns in the order 0, 2, 4, 6 and 1, 3, 5, 7.
+    let bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+    let bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    let order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
+    // SAFETY: `codes` is 32 writable bytes and `storeu` has no alignment requirement.
+    unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), _mm256_shuffle_epi8(bytes, order)) };
+    (amax / 127.0, _mm_cvtsi128_si32(sum))
 }
 
 /// Codes of group `g` of eight outputs: lane `o` of register `2d` holds four even columns of output `o`, from byte `4d`

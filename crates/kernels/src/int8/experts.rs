@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, row_blocks, strip_tasks};
+use super::{Int8Matrix, ROW_BLOCK, STRIP, Scratch, at_least, copy_strip, multiply, num_pieces, row_blocks, share};
 use crate::Ctx;
 use crate::experts::{Routes, hidden_width, rows_of_tokens};
-use crate::parallel::{Disjoint, for_each_row, run_tasks};
+use crate::parallel::{Disjoint, for_each_row, run_in_order};
 use crate::swiglu::swiglu_in_place;
 
 /// Weights of one expert: `expert(x) = w2 · swiglu(w1 · x, w3 · x)`.
@@ -40,7 +40,8 @@ pub fn shared_expert(ctx: Ctx, x: &[f32], w: &Int8Expert, limit: Option<f32>, ou
     assert_eq!(x.len(), out.len(), "x and out must be [T, {dim}]");
     let rows = out.len().checked_div(dim).unwrap_or(0);
     let parts = [Part { weights: *w, rows: 0..rows }];
-    run_parts(ctx, &parts, w.check(dim), dim, limit, |t| &x[t * dim..(t + 1) * dim], |_| 1.0, out);
+    let (inner, row) = (w.check(dim), |t: usize| &x[t * dim..(t + 1) * dim]);
+    Scratch::with(|scratch| run_parts(ctx, scratch, &parts, inner, dim, limit, row, |_| 1.0, out));
 }
 
 /// Adds `weight · expert(x)` of the experts `first..first + experts.len()` to the tokens routed to them, experts in
@@ -89,17 +90,21 @@ pub fn routed_experts(
             .map(|e| Part { weights: experts[e], rows: routes.starts[e] - start..routes.starts[e + 1] - start })
             .filter(|part| !part.rows.is_empty())
             .collect();
-        let mut results = vec![0.0; entries.len() * dim];
         let row = |r: usize| {
             let t = entries[r] / top_k;
             &x[t * dim..(t + 1) * dim]
         };
-        run_parts(ctx, &parts, inner, dim, limit, row, |r| weights[entries[r]], &mut results);
-        let rows_of = rows_of_tokens(entries, top_k, tokens);
-        for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
-            for &r in &rows_of[t] {
-                acc.iter_mut().zip(&results[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);
-            }
+        Scratch::with(|scratch| {
+            let mut results = std::mem::take(&mut scratch.results);
+            let results_of = at_least(&mut results, entries.len() * dim);
+            run_parts(ctx, scratch, &parts, inner, dim, limit, row, |r| weights[entries[r]], results_of);
+            let rows_of = rows_of_tokens(entries, top_k, tokens);
+            for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
+                for &r in &rows_of[t] {
+                    acc.iter_mut().zip(&results_of[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);
+                }
+            });
+            scratch.results = results;
         });
     }
 }
@@ -110,26 +115,20 @@ struct Part<'a> {
     rows: Range<usize>,
 }
 
-/// Some strips of one part.
-struct Task {
-    part: usize,
-    strips: Range<usize>,
-}
-
-fn tasks(ctx: Ctx, parts: &[Part], outputs: usize, cols: usize) -> Vec<Task> {
+/// Into how many pieces the `outputs` of each part go; piece `i` of the region is piece `i % n` of part `i / n`.
+fn pieces_each(ctx: Ctx, parts: &[Part], outputs: usize, cols: usize) -> usize {
     let strips = outputs.div_ceil(STRIP);
     let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
     // Few parts are cut more finely than many.
-    let wanted = strip_tasks(ctx, strips * parts.len(), rows * cols).max(parts.len());
-    let each = wanted.div_ceil(parts.len().max(1)).min(strips).max(1);
-    let cut = |part: usize| (0..each).map(move |i| Task { part, strips: strips * i / each..strips * (i + 1) / each });
-    (0..parts.len()).flat_map(cut).collect()
+    let all = num_pieces(ctx, strips * parts.len(), cols, rows * outputs * cols);
+    all.div_ceil(parts.len()).clamp(1, strips.max(1))
 }
 
 /// `out[r] = w2 · (factor(r) · swiglu(w1 · row(r), w3 · row(r)))` with the weights of the part that `r` belongs to.
 #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
 fn run_parts<'a>(
     ctx: Ctx,
+    scratch: &mut Scratch,
     parts: &[Part],
     inner: usize,
     dim: usize,
@@ -143,18 +142,18 @@ fn run_parts<'a>(
     if rows == 0 || dim == 0 {
         return;
     }
-    let x = Quantized::new(ctx, &blocks, 1, dim, row);
-    let mut hidden = vec![0.0; rows * inner];
+    let Scratch { x, hidden, hidden_rounded, .. } = scratch;
+    x.fill(ctx, &blocks, 1, dim, row);
+    let (x, hidden) = (&*x, at_least(hidden, rows * inner));
     {
-        let hidden = Disjoint::new(&mut hidden);
-        let tasks = tasks(ctx, parts, inner, 2 * dim);
-        run_tasks(ctx, tasks.len(), |i| {
-            let Task { part, strips } = &tasks[i];
-            let Part { weights, rows } = &parts[*part];
+        let hidden = Disjoint::new(hidden);
+        let each = pieces_each(ctx, parts, inner, 2 * dim);
+        run_in_order(ctx, each * parts.len(), |i| {
+            let Part { weights, rows } = &parts[i / each];
             let (mut gate, mut up) = ([[0.0; STRIP]; ROW_BLOCK], [[0.0; STRIP]; ROW_BLOCK]);
             for block in row_blocks(rows.clone()) {
                 let (gate, up) = (&mut gate[..block.len()], &mut up[..block.len()]);
-                for strip in strips.clone() {
+                for strip in share(inner.div_ceil(STRIP), each, i % each) {
                     let x = x.block(block.clone(), 0);
                     multiply(ctx, &weights.w1.strip(strip), x, gate);
                     multiply(ctx, &weights.w3.strip(strip), x, up);
@@ -162,7 +161,7 @@ fn run_parts<'a>(
                     let first = strip * STRIP;
                     let count = STRIP.min(inner - first);
                     for (r, gate) in block.clone().zip(&*gate) {
-                        // SAFETY: each strip of a part belongs to one task, and parts have disjoint rows.
+                        // SAFETY: each strip of a part belongs to one piece, and parts have disjoint rows.
                         let hidden = unsafe { hidden.piece(r * inner + first..r * inner + first + count) };
                         hidden.iter_mut().zip(gate).for_each(|(hidden, x)| *hidden = x * factor(r));
                     }
@@ -170,21 +169,21 @@ fn run_parts<'a>(
             }
         });
     }
-    let x = Quantized::new(ctx, &blocks, 1, inner, |r| &hidden[r * inner..(r + 1) * inner]);
+    hidden_rounded.fill(ctx, &blocks, 1, inner, |r| &hidden[r * inner..(r + 1) * inner]);
+    let x = &*hidden_rounded;
     let out = Disjoint::new(out);
-    let tasks = tasks(ctx, parts, dim, inner);
-    run_tasks(ctx, tasks.len(), |i| {
-        let Task { part, strips } = &tasks[i];
-        let Part { weights, rows } = &parts[*part];
+    let each = pieces_each(ctx, parts, dim, inner);
+    run_in_order(ctx, each * parts.len(), |i| {
+        let Part { weights, rows } = &parts[i / each];
         let mut sums = [[0.0; STRIP]; ROW_BLOCK];
         for block in row_blocks(rows.clone()) {
-            for strip in strips.clone() {
+            for strip in share(dim.div_ceil(STRIP), each, i % each) {
                 let sums = &mut sums[..block.len()];
                 multiply(ctx, &weights.w2.strip(strip), x.block(block.clone(), 0), sums);
                 let first = strip * STRIP;
                 let count = STRIP.min(dim - first);
                 for (r, sums) in block.clone().zip(&*sums) {
-                    // SAFETY: each strip of a part belongs to one task, and parts have disjoint rows.
+                    // SAFETY: each strip of a part belongs to one piece, and parts have disjoint rows.
                     let out = unsafe { out.piece(r * dim + first..r * dim + first + count) };
                     copy_strip(sums, out);
                 }

@@ -113,12 +113,10 @@ impl Int8Matrix {
         self.cols
     }
 
-    /// Bytes that were allocated for it.
-    pub fn packed_bytes(&self) -> u64 {
-        match &self.form {
-            Form::Fp4(_) => 0,
-            Form::Packed { codes, scales } => (size_of_val(&codes[..]) + size_of_val(&scales[..])) as u64,
-        }
+    /// Bytes that [`Self::pack`] allocates for `[rows, cols]` numbers.
+    pub fn packed_bytes(rows: usize, cols: usize) -> u64 {
+        let groups = rows.div_ceil(STRIP) * cols.div_ceil(GROUP);
+        (groups * (size_of::<[i8; STRIP * GROUP]>() + size_of::<[u16; STRIP]>())) as u64
     }
 
     /// The numbers that products use, `[rows, cols]`.

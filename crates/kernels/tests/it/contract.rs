@@ -5,9 +5,9 @@ use std::ops::Range;
 use proptest::prelude::*;
 use troika_base::{Format, StoredTensor};
 use troika_kernels::{
-    CpuLevel, Ctx, ExpertWeights, HcParams, RouteParams, RowList, Scoring, add, attend_row, embed, for_each_row_with,
-    grouped_matmul, hc_head, hc_post, hc_pre, index_scores, matmul, rms_norm, rms_norm_in_place, rope, route,
-    routed_experts, shared_expert, stream_mean, swiglu,
+    CpuLevel, Ctx, ExpertWeights, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, attend, embed,
+    for_each_row_with, grouped_matmul, hc_head, hc_post, hc_pre, index_scores, index_topk, matmul, rms_norm,
+    rms_norm_in_place, rope, route, routed_experts, shared_expert, stream_mean, swiglu,
 };
 
 use crate::support::{Noise, Threads, fit_cols, formats, same_bits, tensor};
@@ -170,25 +170,48 @@ proptest! {
         })?;
     }
 
-    /// Heads are independent, and so are query rows: any grouping gives the same bits.
+    /// Heads are independent, and so are queries: any grouping, any number of threads and any cut of the stored rows gives
+    /// the same bits.
     #[test]
-    fn attention(n in 0usize..400, heads in 1usize..14, d in 1usize..70, seed: u64) {
+    fn attention(t in 1usize..40, far in 0usize..300, heads in 1usize..40, d in 1usize..70, seed: u64) {
         let mut noise = Noise::new(seed);
-        let (q, keys, sink) = (noise.numbers(heads * d), noise.numbers(n * d), noise.numbers(heads));
-        let rows: Vec<&[f32]> = keys.chunks(d).collect();
+        let (q, window, keys) = (noise.numbers(t * heads * d), noise.numbers((t + 130) * d), noise.numbers(far * d));
+        let (sink, iw) = (noise.numbers(heads), noise.numbers(t * heads));
+        let ids: Vec<i32> = (0..far as i32).step_by(2).collect();
+        let cuts: Vec<usize> = (0..t).map(|_| noise.below(far + 1)).collect();
+        check(&mut noise, t, |ctx, rows| {
+            let (a, b) = keys.split_at(cuts[rows.start] * d);
+            let pieces = [a, b];
+            let far = RowList::new(d, &pieces);
+            let visible = |i: usize| {
+                let at = rows.start + i;
+                let near = &window[at.saturating_sub(5) * d..(at + 130) * d];
+                Visible { near, far: if at.is_multiple_of(3) { far.first(far.len() / 2) } else { far }, chosen: (at % 3 == 1).then_some(&ids) }
+            };
+            let mut out = vec![f32::NAN; rows.len() * heads * d];
+            attend(ctx, d, &q[span(&rows, heads * d)], &sink, visible, &mut out);
+            let mut chosen = vec![0; rows.len() * 7];
+            let index = Index { heads, top_k: 7, scale: 1.0, keys: far };
+            let (iq, iw) = (&q[span(&rows, heads * d)], &iw[span(&rows, heads)]);
+            index_topk(ctx, &index, iq, iw, |i| (rows.start + i) * 8 % (far.len() + 1), &mut chosen);
+            let row = |i: usize| out[i * heads * d..(i + 1) * heads * d].iter().copied().chain(chosen[i * 7..(i + 1) * 7].iter().map(|&id| id as f32)).collect::<Vec<f32>>();
+            (0..rows.len()).flat_map(row).collect()
+        })?;
+        let rows: Vec<&[f32]> = window.chunks(d).collect();
+        let far = RowList::new(d, &rows);
         check(&mut noise, heads, |ctx, h| {
             let mut out = vec![f32::NAN; h.len() * d];
-            attend_row(ctx.level, &q[span(&h, d)], h.len(), &rows, &sink[h], &mut Vec::new(), &mut out);
+            attend(ctx, d, &q[span(&h, d)], &sink[h], |_| Visible { near: &[], far, chosen: None }, &mut out);
             out
         })?;
-        let iw = noise.numbers(heads);
-        check(&mut noise, n, |ctx, w| {
+        check(&mut noise, rows.len(), |ctx, w| {
             // A key has the same score whichever piece it lies in, and however many keys are scored with it.
-            let keys = &keys[span(&w, d)];
+            let keys = &window[span(&w, d)];
             let (a, b) = keys.split_at(w.len() / 2 * d);
             let pieces = [a, b];
             let mut out = vec![f32::NAN; w.len()];
-            index_scores(ctx.level, &q, &iw, RowList::new(d, &pieces), &mut out);
+            let index = Index { heads, top_k: 1, scale: 1.0, keys: RowList::new(d, &pieces) };
+            index_scores(ctx.level, &index, &q[..heads * d], &iw[..heads], &mut out);
             out
         })?;
     }

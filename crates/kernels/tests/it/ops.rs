@@ -3,12 +3,12 @@
 use proptest::prelude::*;
 use troika_base::Format;
 use troika_kernels::{
-    CpuLevel, HcParams, RouteParams, RowList, Scoring, add, argmax, attend_row, embed, fake_fp4, fake_fp8, hadamard,
-    hc_head, hc_mix, hc_post, hc_pre, index_scores, pool, reference, rms_norm, rms_norm_in_place, rope, rope_row,
-    route, route_with_scores, stream_mean, swiglu, top_k,
+    CpuLevel, Ctx, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, argmax, attend, embed, fake_fp4,
+    fake_fp8, hadamard, hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk, pool, reference, rms_norm,
+    rms_norm_in_place, rope, rope_row, route, route_with_scores, stream_mean, swiglu, top_k,
 };
 
-use crate::support::{EPS, Noise, roundings, same_bits, serial_contexts, tensor, within};
+use crate::support::{EPS, Noise, Threads, roundings, same_bits, serial_contexts, tensor, within};
 
 fn fail(level: CpuLevel) -> impl Fn(String) -> TestCaseError {
     move |e| TestCaseError::fail(format!("{level:?}: {e}"))
@@ -188,7 +188,7 @@ proptest! {
     }
 
     #[test]
-    fn index_scores_match_reference(n in 0usize..150, heads in 1usize..9, d in 1usize..140, seed: u64) {
+    fn index_scores_match_reference(n in 0usize..150, heads in 1usize..40, d in 1usize..300, seed: u64) {
         let mut noise = Noise::new(seed);
         let (iq, iw, keys) = (noise.numbers(heads * d), noise.numbers(heads), noise.numbers(n * d));
         let cut = noise.below(n + 1) * d;
@@ -199,11 +199,39 @@ proptest! {
         let size = |w: usize| -> f64 {
             iq.chunks(d).zip(&iw).map(|(q, iw)| f64::from(iw.abs()) * absolute_dot(q, rows[w])).sum()
         };
+        let index = Index { heads, top_k: 1, scale: 0.5, keys: RowList::new(d, &pieces) };
         for level in CpuLevel::available() {
             let mut got = vec![f32::NAN; n];
-            index_scores(level, &iq, &iw, RowList::new(d, &pieces), &mut got);
-            let steps = d as f64 / 8.0 + heads as f64 + 8.0;
+            index_scores(level, &index, &iq, &iw, &mut got);
+            got.iter_mut().for_each(|score| *score *= 2.0);
+            let steps = d.min(256) as f64 + d as f64 / 256.0 + heads as f64 / 8.0 + 8.0;
             within(&got, &want, |w| steps * EPS * roundings(level) * size(w)).map_err(fail(level))?;
+        }
+    }
+
+    /// Queries in tiles and keys in spans choose what each query chooses alone, from its scores of all keys.
+    #[test]
+    fn index_topk_chooses_by_scores(t in 1usize..14, n in 0usize..1400, k in 1usize..600, heads in 1usize..20, seed: u64) {
+        let mut noise = Noise::new(seed);
+        let d = 8;
+        let (iq, iw, keys) = (noise.numbers(t * heads * d), noise.numbers(t * heads), noise.numbers(n * d));
+        let seen: Vec<usize> = (0..t).map(|_| noise.below(n + 1)).collect();
+        let pieces = [&keys[..]];
+        let index = Index { heads, top_k: k, scale: 0.25, keys: RowList::new(d, &pieces) };
+        for level in CpuLevel::available() {
+            let mut want = vec![0; t * k];
+            for (i, ids) in want.chunks_mut(k).enumerate() {
+                let mut scores = vec![f32::NAN; seen[i]];
+                let (iq, iw) = (&iq[i * heads * d..(i + 1) * heads * d], &iw[i * heads..(i + 1) * heads]);
+                index_scores(level, &index, iq, iw, &mut scores);
+                top_k(&scores, ids);
+            }
+            for threads in [1, 2, 16] {
+                let mut got = vec![7; t * k];
+                let ctx = Ctx { level, par: &Threads(threads) };
+                index_topk(ctx, &index, &iq, &iw, |i| seen[i], &mut got);
+                prop_assert_eq!(&got, &want, "{:?} on {} threads", level, threads);
+            }
         }
     }
 
@@ -219,33 +247,69 @@ proptest! {
                 i => i as f32 - 5.0,
             })
             .collect();
-        let mut got = vec![7];
-        top_k(&scores, k, &mut got);
+        let mut got = vec![7; k];
+        top_k(&scores, &mut got);
+        let (chosen, missing) = got.split_at(k.min(n));
+        prop_assert!(missing.iter().all(|&id| id == -1));
+        prop_assert!(chosen.is_sorted_by(|a, b| a < b));
         // NaN loses even against negative infinity; the reference treats the two alike.
         if scores.iter().filter(|x| !x.is_nan() && **x > f32::NEG_INFINITY).count() >= k {
-            prop_assert_eq!(&got, &reference::top_k(&scores, k));
+            prop_assert_eq!(chosen, &reference::top_k(&scores, k));
         }
-        prop_assert_eq!(got.len(), k.min(n));
-        prop_assert!(got.is_sorted_by(|a, b| a < b));
     }
 
+    /// Windows at the start, in the middle and at the end of what is kept, no compressed rows, all of them or some.
     #[test]
-    fn attention_matches_reference(n in 0usize..600, heads in 1usize..9, d in 1usize..90, seed: u64) {
+    fn attention_matches_reference(
+        t in 1usize..7,
+        near in 0usize..200,
+        far in prop_oneof![1 => Just(0usize), 3 => 1usize..400],
+        chosen: bool,
+        heads in 1usize..40,
+        d in prop_oneof![3 => 1usize..90, 1 => 250usize..530],
+        seed: u64,
+    ) {
         let mut noise = Noise::new(seed);
-        let (keys, sink) = (noise.numbers(n * d), noise.numbers(heads));
-        let q: Vec<f32> = noise.numbers(heads * d).iter().map(|x| x * 2.0).collect();
-        let rows: Vec<&[f32]> = keys.chunks(d).collect();
-        let mut want = vec![0.0; heads * d];
-        reference::attend_row(&q, heads, &rows, &sink, &mut want);
-        let largest = keys.iter().fold(0.0f64, |max, x| max.max(f64::from(x.abs())));
-        let scores = q.chunks(d).flat_map(|q| rows.iter().map(move |row| absolute_dot(q, row)));
-        let score = scores.fold(0.0, f64::max) / (d as f64).sqrt();
-        let mut scratch = vec![f32::NAN; 17];
+        let (window, keys, sink) = (noise.numbers((near + t) * d), noise.numbers(far * d), noise.numbers(heads));
+        let q: Vec<f32> = noise.numbers(t * heads * d).iter().map(|x| x * 2.0).collect();
+        let ids: Vec<Vec<i32>> = (0..t)
+            .map(|_| {
+                let keep = 1 + noise.below(4);
+                let mut ids: Vec<i32> = (0..far as i32).filter(|_| noise.below(keep) == 0).collect();
+                ids.extend([-1, 3]);
+                ids
+            })
+            .collect();
+        let cut = noise.below(far + 1) * d;
+        let pieces = [&keys[..cut], &keys[cut..]];
+        let visible = |i: usize| Visible {
+            near: &window[i * d..(i + near) * d],
+            far: RowList::new(d, &pieces).first(if chosen { far } else { far * (i + 1) / t }),
+            chosen: chosen.then(|| &ids[i][..]),
+        };
+        let (mut want, mut bound) = (vec![0.0; t * heads * d], Vec::new());
+        for (i, want) in want.chunks_mut(heads * d).enumerate() {
+            let mut rows: Vec<&[f32]> = window[i * d..(i + near) * d].chunks(d).collect();
+            let all: Vec<&[f32]> = keys.chunks(d).collect();
+            match chosen {
+                true => rows.extend(ids[i][..ids[i].len() - 2].iter().map(|&id| all[id as usize])),
+                false => rows.extend(&all[..far * (i + 1) / t]),
+            }
+            let q = &q[i * heads * d..(i + 1) * heads * d];
+            reference::attend_row(q, heads, &rows, &sink, want);
+            let largest = rows.iter().flat_map(|row| *row).fold(0.0f64, |max, x| max.max(f64::from(x.abs())));
+            let scores = q.chunks(d).flat_map(|q| rows.iter().map(move |row| absolute_dot(q, row)));
+            let score = scores.fold(0.0, f64::max) / (d as f64).sqrt();
+            let n = rows.len() as f64;
+            let steps = 4.0 * (n / 16.0 + d.min(256) as f64 + d as f64 / 256.0 + 68.0f64.min(n + 4.0));
+            bound.push(steps * EPS * largest * (1.0 + score));
+        }
         for level in CpuLevel::available() {
-            let mut got = vec![f32::NAN; heads * d];
-            attend_row(level, &q, heads, &rows, &sink, &mut scratch, &mut got);
-            let steps = 4.0 * (n as f64 / 256.0 + 256.0f64.min(n as f64) + d as f64 / 8.0 + 4.0);
-            within(&got, &want, |_| steps * EPS * largest * (1.0 + score)).map_err(fail(level))?;
+            for threads in [1, 2, 5] {
+                let mut got = vec![f32::NAN; want.len()];
+                attend(Ctx { level, par: &Threads(threads) }, d, &q, &sink, visible, &mut got);
+                within(&got, &want, |i| roundings(level) * bound[i / (heads * d)]).map_err(fail(level))?;
+            }
         }
     }
 

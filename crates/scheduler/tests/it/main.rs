@@ -70,7 +70,9 @@ impl World {
 
     /// Plans what can be planned, then lets the earliest step finish. False if nothing is left to do.
     fn advance(&mut self) -> bool {
-        self.scheduler.admit();
+        for id in self.scheduler.admit() {
+            self.scheduler.attached(id, 0);
+        }
         for lane in [Lane::Decode, Lane::Prefill] {
             if self.in_flight.iter().any(|(other, ..)| *other == lane) {
                 continue;
@@ -208,7 +210,11 @@ fn a_node_that_would_break_the_bound_narrows_the_chunk() {
     let mut scheduler = Scheduler::new(limits);
     scheduler.submit(RequestId(1), new(1)).expect("taken");
     scheduler.submit(RequestId(2), new(4 * STEP)).expect("taken");
-    scheduler.admit();
+    for id in scheduler.admit() {
+        assert_eq!(scheduler.plan(Lane::Prefill, 0).parts, [], "what is kept of it is not here yet");
+        scheduler.check_invariants();
+        scheduler.attached(id, 0);
+    }
     assert_eq!(scheduler.plan(Lane::Prefill, 0).parts[0].chunk.width, STEP, "nothing is known yet");
     scheduler.complete(Lane::Prefill, 100_000, 100_000, 60_000);
     let chunk = &scheduler.plan(Lane::Prefill, 100_000).parts[0].chunk;

@@ -198,6 +198,10 @@ async fn metrics_count_requests_and_times() {
     world.post(COMPLETIONS, &completion(json!({}))).await.ok();
     world.engine.limit_requests(0);
     world.post(CHAT, &chat(json!({}))).await.refuses(429, "queue_full", None);
+    let refused = &world.get("/troika/status").await.ok()["requests"][0];
+    let record = world.get(&format!("/troika/requests/{}", refused["id"].as_str().expect("an id"))).await.ok();
+    let (state, ending) = (&record["state"], &record["ending"]);
+    assert_eq!((state, ending, &record["choices"]), (&json!("ended"), &json!("refused"), &json!([])));
     let after = samples(&world.get("/metrics").await);
     for (route, outcome, count) in
         [(CHAT, "stop", 1.0), (CHAT, "length", 1.0), (CHAT, "refused", 1.0), (COMPLETIONS, "stop", 1.0)]
