@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
+use crate::instructions::{self, Counted};
 use crate::repo::{Repo, cargo};
 use crate::tidy;
 
@@ -18,8 +19,14 @@ enum Outcome {
 /// Runs every step; prints its name before and all times after.
 pub(crate) fn run(repo: &Repo) -> anyhow::Result<bool> {
     type Step = (&'static str, fn(&Repo) -> anyhow::Result<Outcome>);
-    let steps: [Step; 5] =
-        [("fmt", fmt), ("tidy", tidy_up), ("clippy", clippy), ("doc tests", doc_tests), ("tests", tests)];
+    let steps: [Step; 6] = [
+        ("fmt", fmt),
+        ("tidy", tidy_up),
+        ("clippy", clippy),
+        ("doc tests", doc_tests),
+        ("tests", tests),
+        ("counts", counts),
+    ];
     let mut done: Vec<(&str, Outcome, Duration)> = Vec::new();
     let mut all_passed = true;
     for (name, step) in steps {
@@ -107,6 +114,14 @@ fn tests(repo: &Repo) -> anyhow::Result<Outcome> {
     println!("cargo-nextest is not installed, so `cargo test` runs the tests instead, which is slower.");
     println!("To install it: cargo install --locked cargo-nextest");
     run_cargo(repo, &["test", "--workspace", "--lib", "--bins", "--tests", "--locked"])
+}
+
+fn counts(repo: &Repo) -> anyhow::Result<Outcome> {
+    Ok(match instructions::run(repo, false)? {
+        Counted::Same => Outcome::Passed,
+        Counted::Differs => Outcome::Failed,
+        Counted::Skipped(why) => Outcome::Skipped(why),
+    })
 }
 
 fn run_cargo(repo: &Repo, args: &[&str]) -> anyhow::Result<Outcome> {

@@ -4,11 +4,13 @@
 
 mod ci;
 mod golden;
+mod instructions;
 mod repo;
 mod tidy;
 
 use std::process::ExitCode;
 
+use instructions::Counted;
 use repo::Repo;
 
 const HELP: &str = "\
@@ -19,6 +21,8 @@ Usage: cargo xtask CHORE
   golden [--hf] [--write] make the oracle's files again and compare them with the committed ones
            --hf           with transformers as the second source of the logits (pulls torch); default: numpy only
            --write        take the new files over; the stored logits only together with --hf
+  instructions [--bless]  count the instructions of two kernels under valgrind and compare them with the committed counts
+           --bless        take the new counts over
   checksums DIR           write DIR/SHA256SUMS anew, keeping its comment lines
 ";
 
@@ -43,6 +47,21 @@ fn run(args: &[&str]) -> anyhow::Result<bool> {
         "ci" => ci::run(&Repo::find()?),
         "tidy" => tidy::run(&Repo::find()?),
         "golden" => golden::run(&Repo::find()?, golden::Options::parse(rest)?),
+        "instructions" => {
+            let bless = match rest {
+                [] => false,
+                ["--bless"] => true,
+                _ => anyhow::bail!("`instructions` takes --bless or nothing, got `{}`", rest.join(" ")),
+            };
+            Ok(match instructions::run(&Repo::find()?, bless)? {
+                Counted::Same => true,
+                Counted::Differs => false,
+                Counted::Skipped(why) => {
+                    println!("skipped: {why}");
+                    true
+                }
+            })
+        }
         "checksums" => {
             let [dir] = rest else { anyhow::bail!("`checksums` takes one folder, for example `oracle`") };
             tidy::checksums::write(&Repo::find()?, dir)?;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use troika_base::{NumericClass, StoredTensor};
+use troika_base::NumericClass;
 use troika_device::cpu::weight_memory;
 use troika_graph::Scope;
 use troika_model::weights::WeightClass;
@@ -56,7 +56,10 @@ impl ModelMemory {
             // Serving runs no drafter.
             if memory.stays_mapped && !matches!(key.scope, Scope::Stage(_)) {
                 *mapped.entry(WeightClass::of(key)).or_default() += tensor.num_bytes();
-                windows.touch(tensor);
+                windows.touch([tensor.data(), tensor.scales(), tensor.biases()]);
+            } else if memory.stays_mapped {
+                // Opening a checkpoint looks at all its scales.
+                windows.touch([&[], tensor.scales(), tensor.biases()]);
             }
             if memory.copied_bytes > 0 {
                 *copied.entry(WeightClass::of(key)).or_default() += memory.copied_bytes;
@@ -97,8 +100,8 @@ struct Windows(BTreeSet<usize>);
 impl Windows {
     const BYTES: usize = 64 << 10;
 
-    fn touch(&mut self, tensor: &StoredTensor) {
-        for part in [tensor.data(), tensor.scales(), tensor.biases()] {
+    fn touch(&mut self, parts: [&[u8]; 3]) {
+        for part in parts {
             let start = part.as_ptr().addr();
             if !part.is_empty() {
                 self.0.extend(start / Self::BYTES..=(start + part.len() - 1) / Self::BYTES);
@@ -111,16 +114,27 @@ impl Windows {
     }
 }
 
-/// Rounded rows, hidden rows and results of the routed experts, or the rounded rows of the widest product.
+/// What the largest operation needs for the time it takes: rows of routed experts, rounded rows of the widest product, or a
+/// matrix in `f32`.
 fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
-    /// Most rows (token and expert) that routed experts compute together.
-    const BATCH: usize = 1024;
+    /// Most rows (token and expert) that routed experts compute together: of integer products, of others.
+    const BATCH: [usize; 2] = [1024, 512];
+    /// Most numbers of a matrix that are decoded before the rows pass by.
+    const MAX_DECODED: usize = 1 << 20;
     let (dim, inner) = (config.hidden_size, config.moe_intermediate_size);
+    let heads = config.num_attention_heads * config.head_dim;
     let rows = settings.chunk_tokens;
-    let batch = (rows * config.num_experts_per_tok).min(BATCH);
-    // Codes of a byte, a scale and a sum of four bytes for 32 of them.
-    let rounded = |numbers: usize| if settings.class.has_integer_products() { numbers / 32 * 40 } else { 0 };
-    let experts = batch * (4 * (dim + inner)) + rounded(batch * (dim + inner));
-    let heads = rounded(rows * config.num_attention_heads * config.head_dim);
-    experts.max(heads) as u64
+    let entries = rows * config.num_experts_per_tok;
+    let decoded = |numbers: usize| 4 * numbers.min(MAX_DECODED);
+    let bytes = if settings.class.has_integer_products() {
+        // Codes of a byte, a scale and a sum of four bytes for 32 of them.
+        let rounded = |numbers: usize| numbers / 32 * 40;
+        let batch = entries.min(BATCH[0]);
+        let experts = batch * 4 * (dim + inner) + rounded(batch * (dim + inner));
+        experts.max(rounded(rows * heads)).max(decoded(2 * dim * config.head_dim))
+    } else {
+        let batch = entries.min(BATCH[1]);
+        (batch * 4 * 2 * (dim + inner) + decoded(dim * inner)).max(decoded(heads * config.q_lora_rank))
+    };
+    bytes as u64
 }

@@ -4,10 +4,12 @@
 //! scores of its block is still there for the weighted sums. With all heads on it a row is used often enough that taking
 //! several queries together gains nothing more; neighbouring queries find their window in the cache.
 //!
-//! Blocks of 64 rows are counted from the query's own first row, so its bits depend on nothing else.
+//! Blocks of 60 rows are counted from the query's own first row, so its bits depend on nothing else.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod scalar;
 
 use std::array;
@@ -19,8 +21,8 @@ use crate::parallel::{Disjoint, run_tasks};
 use crate::scratch::Scratch;
 use crate::{CpuLevel, Ctx, RowList};
 
-/// Rows of a block: sums over them are one chain.
-const BLOCK: usize = 64;
+/// Rows of a block: sums over them are one chain. A multiple of the rows of a tile, 6 or 12.
+const BLOCK: usize = 60;
 /// Queries of a task: neighbours, which see nearly the same rows.
 const QUERIES: usize = 8;
 
@@ -135,7 +137,8 @@ fn attend_heads(level: CpuLevel, d: usize, q: &[f32], sink: &[f32], visible: &Vi
             dispatch!(
                 level,
                 scalar::add_weighted(shares, lanes, rows, d, &fade, out),
-                avx2::add_weighted(shares, lanes, rows, d, &fade, out)
+                avx2::add_weighted(shares, lanes, rows, d, &fade, out),
+                avx512::add_weighted(shares, lanes, rows, d, &fade, out)
             );
         }
     }

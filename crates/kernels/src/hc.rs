@@ -1,15 +1,38 @@
 //! Hyper-connections: how the residual streams are mixed before and after a layer (model spec, 5.1 to 5.3).
+//!
+//! Streams are the widest rows of a step, so many tokens are done a few at a time, from the products to the collapsed row,
+//! while they are in the cache. With few tokens the mixing matrix is what takes time, and its outputs are divided.
+//!
+//! Arithmetic of one product of the mixing matrix: channels are cut in absolute blocks of 1024; in a block, element `i`
+//! goes to lane `i mod 8`, each lane is one chain of multiply-adds, lanes are added as a tree and the elements after the
+//! last 8 in order; block sums are added in order.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod scalar;
+
+use std::array;
+use std::ops::Range;
 
 use crate::Ctx;
-use crate::formats::Matrix;
-use crate::level::compiled_per_level;
+use crate::level::{compiled_per_level, dispatch};
 use crate::math::{mul_add, sigmoid};
-use crate::matmul::matmul_any;
 use crate::norm::rms_factor;
-use crate::parallel::{for_each_row, for_each_row2};
+use crate::parallel::{Disjoint, for_each_row, run_tasks};
+use crate::scratch::Scratch;
 
 /// Most residual streams a model may have.
 pub const MAX_STREAMS: usize = 8;
+/// Channels of a block of a product.
+const BLOCK: usize = 1024;
+/// Rows and outputs of a tile of products.
+const ROWS: usize = 3;
+const OUTPUTS: usize = 4;
+/// Tokens that a task takes from the products to the end.
+const TOKENS: usize = 4 * ROWS;
+
+/// The sums of a tile.
+type Sums = [[f32; OUTPUTS]; ROWS];
 
 /// Parameters of one hyper-connection. `S` streams of `D` channels.
 #[derive(Clone, Copy, Debug)]
@@ -57,9 +80,8 @@ impl HcParams<'_> {
 /// If the lengths disagree with the shapes above.
 pub fn hc_pre(ctx: Ctx, p: &HcParams, x: &[f32], collapsed: &mut [f32], mix: &mut [f32]) {
     let (s, d) = (p.streams, p.dim);
-    let mut pre = vec![0.0; collapsed.len() / d * s];
-    hc_mix(ctx, p, x, &mut pre, mix);
-    collapse(ctx, s, d, x, &pre, collapsed);
+    let mut pre = Scratch::new(collapsed.len() / d * s);
+    mix_and_collapse(ctx, p, x, &mut pre, mix, Some(collapsed));
 }
 
 /// The three groups of coefficients of [`hc_pre`], for looking at.
@@ -74,30 +96,112 @@ pub fn hc_pre(ctx: Ctx, p: &HcParams, x: &[f32], collapsed: &mut [f32], mix: &mu
 ///
 /// If the lengths disagree with the shapes above.
 pub fn hc_mix(ctx: Ctx, p: &HcParams, x: &[f32], pre: &mut [f32], mix: &mut [f32]) {
-    let s = p.streams;
-    let outputs = (2 + s) * s;
+    mix_and_collapse(ctx, p, x, pre, mix, None);
+}
+
+fn mix_and_collapse(
+    ctx: Ctx,
+    p: &HcParams,
+    x: &[f32],
+    pre: &mut [f32],
+    mix: &mut [f32],
+    collapsed: Option<&mut [f32]>,
+) {
+    let (s, d) = (p.streams, p.dim);
+    let (outputs, mixes) = ((2 + s) * s, s + s * s);
     p.check(outputs, 3);
     assert!(p.sinkhorn_iters > 0, "at least one Sinkhorn iteration");
     let rows = pre.len() / s;
     assert_eq!(pre.len(), rows * s, "pre must be [T, {s}]");
-    assert_eq!(mix.len(), rows * (s + s * s), "mix must be [T, {s} + {s} x {s}]");
-    let logits = logits(ctx, p, x, rows, outputs);
-    // A row costs as much as some thousand plain numbers: two dozen exponentials and twenty normalisations.
-    for_each_row2(ctx.light(rows * 4096), pre, s, mix, s + s * s, |t, pre, mix| {
-        coefficients(p, &logits[t * outputs..(t + 1) * outputs], pre, mix);
+    assert_eq!(mix.len(), rows * mixes, "mix must be [T, {s} + {s} x {s}]");
+    assert_eq!(x.len(), rows * s * d, "x must be [T, {s} x {d}]");
+    assert!(collapsed.as_ref().is_none_or(|out| out.len() == rows * d), "collapsed must be [T, {d}]");
+    let (pre, mix) = (Disjoint::new(pre), Disjoint::new(mix));
+    let collapsed = collapsed.map(Disjoint::new);
+    each_logits(ctx, p, x, outputs, |tokens, logits| {
+        for (t, logits) in tokens.zip(logits.chunks_exact(outputs)) {
+            let x = &x[t * s * d..(t + 1) * s * d];
+            // SAFETY: each token is handed out once, so its rows are borrowed here only.
+            let (pre, mix) = unsafe { (pre.piece(t * s..(t + 1) * s), mix.piece(t * mixes..(t + 1) * mixes)) };
+            coefficients(p, logits, pre, mix);
+            if let Some(collapsed) = &collapsed {
+                // SAFETY: as above.
+                weighted_sum(ctx.level, x, pre, unsafe { collapsed.piece(t * d..(t + 1) * d) });
+            }
+        }
     });
 }
 
-/// `rms(x) · fnᵀ`, the norm folded into a factor: `[T, outputs]`.
-fn logits(ctx: Ctx, p: &HcParams, x: &[f32], rows: usize, outputs: usize) -> Vec<f32> {
+/// Calls `body(tokens, logits)` for all tokens in pieces, maybe in parallel, with `rms(x) · fnᵀ` of these tokens,
+/// `[tokens, outputs]`; the norm is folded into a factor.
+fn each_logits(ctx: Ctx, p: &HcParams, x: &[f32], outputs: usize, body: impl Fn(Range<usize>, &[f32]) + Sync) {
     let width = p.streams * p.dim;
-    assert_eq!(x.len(), rows * width, "x must be [T, {} x {}]", p.streams, p.dim);
-    let mut logits = vec![0.0; rows * outputs];
-    matmul_any(ctx, x, Matrix::F32 { data: p.fn_, cols: width }, &mut logits);
-    for_each_row(ctx.light(x.len()), &mut logits, outputs, |t, logits| {
-        scale_by_rms(ctx.level, &x[t * width..(t + 1) * width], p.norm_eps, logits);
+    let rows = x.len() / width;
+    let scale = |tokens: Range<usize>, logits: &mut [f32]| {
+        for (t, logits) in tokens.zip(logits.chunks_exact_mut(outputs)) {
+            scale_by_rms(ctx.level, &x[t * width..(t + 1) * width], p.norm_eps, logits);
+        }
+    };
+    if rows < TOKENS * ctx.par.threads() {
+        let mut logits = Scratch::new(rows * outputs);
+        let places = Disjoint::new(&mut logits);
+        run_tasks(ctx, outputs.div_ceil(OUTPUTS), |quad| {
+            let outputs_done = quad * OUTPUTS..outputs.min((quad + 1) * OUTPUTS);
+            products(ctx, p, x, 0..rows, outputs_done.clone(), |t, sums| {
+                let first = t * outputs;
+                // SAFETY: each task index is given out once and has its own outputs.
+                unsafe { places.piece(first + outputs_done.start..first + outputs_done.end) }.copy_from_slice(sums);
+            });
+        });
+        scale(0..rows, &mut logits);
+        body(0..rows, &logits);
+        return;
+    }
+    run_tasks(ctx, rows.div_ceil(TOKENS), |task| {
+        let tokens = task * TOKENS..rows.min((task + 1) * TOKENS);
+        let mut logits = Scratch::new(tokens.len() * outputs);
+        for first in (0..outputs).step_by(OUTPUTS) {
+            let done = first..outputs.min(first + OUTPUTS);
+            products(ctx, p, x, tokens.clone(), done.clone(), |t, sums| {
+                let row = (t - tokens.start) * outputs;
+                logits[row + done.start..row + done.end].copy_from_slice(sums);
+            });
+        }
+        scale(tokens.clone(), &mut logits);
+        body(tokens, &logits);
     });
-    logits
+}
+
+/// Up to [`OUTPUTS`] outputs of the mixing matrix for some tokens, handed to `place` token by token.
+fn products(
+    ctx: Ctx,
+    p: &HcParams,
+    x: &[f32],
+    tokens: Range<usize>,
+    outputs: Range<usize>,
+    mut place: impl FnMut(usize, &[f32]),
+) {
+    let width = p.streams * p.dim;
+    for first in tokens.clone().step_by(ROWS) {
+        let rows = ROWS.min(tokens.end - first);
+        let mut sums = Sums::default();
+        for block in (0..width).step_by(BLOCK) {
+            let channels = block..width.min(block + BLOCK);
+            // A tile with fewer rows or outputs has the last one again in their place.
+            let row = |i: usize| i * width + channels.start..i * width + channels.end;
+            let x: [&[f32]; ROWS] = array::from_fn(|i| &x[row(first + i.min(rows - 1))]);
+            let w: [&[f32]; OUTPUTS] = array::from_fn(|i| &p.fn_[row((outputs.start + i).min(outputs.end - 1))]);
+            let count = outputs.len();
+            dispatch!(
+                ctx.level,
+                scalar::add_dots(x, rows, w, count, &mut sums),
+                avx2::add_dots(x, rows, w, count, &mut sums)
+            );
+        }
+        for (t, sums) in (first..first + rows).zip(&sums) {
+            place(t, &sums[..outputs.len()]);
+        }
+    }
 }
 
 compiled_per_level!(
@@ -154,15 +258,6 @@ pub fn sinkhorn(comb: &mut [f32], streams: usize, iters: usize, eps: f32) {
         }
         columns(comb);
     }
-}
-
-/// `out[t] = Σ_s factors[t, s] · x[t, s]`.
-fn collapse(ctx: Ctx, streams: usize, dim: usize, x: &[f32], factors: &[f32], out: &mut [f32]) {
-    assert_eq!(x.len(), out.len() * streams, "out must be [T, {dim}]");
-    for_each_row(ctx.light(x.len()), out, dim, |t, out| {
-        let x = &x[t * streams * dim..(t + 1) * streams * dim];
-        weighted_sum(ctx.level, x, &factors[t * streams..(t + 1) * streams], out);
-    });
 }
 
 compiled_per_level!(
@@ -247,11 +342,20 @@ fn merge_body<const FMA: bool>(y: &[f32], mix: &[f32], x: &mut [f32], streams: u
 pub fn hc_head(ctx: Ctx, p: &HcParams, x: &[f32], out: &mut [f32]) {
     let s = p.streams;
     p.check(s, 1);
-    let mut factors = logits(ctx, p, x, out.len() / p.dim, s);
-    for (factor, base) in factors.iter_mut().zip(p.base.iter().cycle()) {
-        *factor = sigmoid::<false>(*factor * p.scale[0] + base) + p.hc_eps;
-    }
-    collapse(ctx, s, p.dim, x, &factors, out);
+    let (d, width) = (p.dim, s * p.dim);
+    assert_eq!(x.len(), out.len() * s, "x must be [T, {s} x {d}]");
+    let out = Disjoint::new(out);
+    each_logits(ctx, p, x, s, |tokens, logits| {
+        for (t, logits) in tokens.zip(logits.chunks_exact(s)) {
+            let mut factors = [0.0; MAX_STREAMS];
+            for ((factor, logit), base) in factors.iter_mut().zip(logits).zip(p.base) {
+                *factor = sigmoid::<false>(logit * p.scale[0] + base) + p.hc_eps;
+            }
+            // SAFETY: each token is handed out once, so its row is borrowed here only.
+            let out = unsafe { out.piece(t * d..(t + 1) * d) };
+            weighted_sum(ctx.level, &x[t * width..(t + 1) * width], &factors[..s], out);
+        }
+    });
 }
 
 /// `out[t] = mean over streams of x[t]`, what the drafter reads.

@@ -8,6 +8,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod scalar;
 
 use crate::CpuLevel;
@@ -56,7 +58,8 @@ pub(crate) fn products(level: CpuLevel, panel: &[f32], lanes: usize, rows: &[&[f
         dispatch!(
             level,
             scalar::products(panel, lanes, channels, rows, out),
-            avx2::products(panel, lanes, channels, rows, out)
+            avx2::products(panel, lanes, channels, rows, out),
+            avx512::products(panel, lanes, channels, rows, out)
         );
     }
 }

@@ -13,12 +13,12 @@ use crate::parallel::{Disjoint, for_each_row, run_tasks};
 use crate::scratch::Scratch;
 use crate::{CpuLevel, Ctx, RowList};
 
-/// Keys scored together.
-const BLOCK: usize = 64;
+/// Keys scored together. A multiple of the rows of a tile, 6 or 12.
+const BLOCK: usize = 60;
 /// Queries of a task, which read a block of keys one after another.
 const QUERIES: usize = 4;
 /// Keys of a task where there are too few queries for the threads.
-const SPAN: usize = 512;
+const SPAN: usize = 480;
 
 /// The indexer of a layer.
 #[derive(Clone, Copy, Debug)]

@@ -8,11 +8,14 @@ pub enum CpuLevel {
     Scalar,
     /// x86-64 with AVX2, FMA and F16C (Intel since 2013, AMD since 2015). Multiply-adds are fused.
     Avx2,
+    /// The same with AVX-512F (Intel servers since 2017, AMD since 2022): wider registers where a kernel has a version for
+    /// them, which gives the bits of [`Self::Avx2`].
+    Avx512,
 }
 
 impl CpuLevel {
     /// Every level, slowest first.
-    const ALL: [Self; 2] = [Self::Scalar, Self::Avx2];
+    const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
 
     /// Levels that this CPU has, slowest first.
     pub fn available() -> impl Iterator<Item = Self> {
@@ -21,7 +24,7 @@ impl CpuLevel {
 
     /// The fastest level that this CPU has.
     pub fn best() -> Self {
-        if Self::Avx2.is_available() { Self::Avx2 } else { Self::Scalar }
+        Self::available().last().unwrap_or(Self::Scalar)
     }
 
     /// Whether this CPU has the instructions of the level.
@@ -33,8 +36,10 @@ impl CpuLevel {
                 // The standard library asks the CPU once and caches the answer.
                 is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => Self::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 => false,
+            Self::Avx2 | Self::Avx512 => false,
         }
     }
 
@@ -43,6 +48,7 @@ impl CpuLevel {
         match self {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
         }
     }
 
@@ -54,7 +60,8 @@ impl CpuLevel {
 }
 
 /// `dispatch!(level, scalar, avx2)` evaluates the expression of `level`. The `avx2` expression may call
-/// `#[target_feature(enable = "avx2,fma,f16c")]` functions.
+/// `#[target_feature(enable = "avx2,fma,f16c")]` functions. A third one is for [`CpuLevel::Avx512`] and may use `avx512f`
+/// too; without it that level does as AVX2.
 macro_rules! dispatch {
     ($level:expr, $scalar:expr, $avx2:expr) => {{
         let level: crate::CpuLevel = $level;
@@ -62,7 +69,20 @@ macro_rules! dispatch {
         match level {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the assertion above saw AVX2, FMA and F16C on this CPU.
+            crate::CpuLevel::Avx2 | crate::CpuLevel::Avx512 => unsafe { $avx2 },
+            _ => $scalar,
+        }
+    }};
+    ($level:expr, $scalar:expr, $avx2:expr, $avx512:expr) => {{
+        let level: crate::CpuLevel = $level;
+        level.assert_available();
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the assertion above saw AVX2, FMA and F16C on this CPU.
             crate::CpuLevel::Avx2 => unsafe { $avx2 },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the assertion above saw these and AVX-512F on this CPU.
+            crate::CpuLevel::Avx512 => unsafe { $avx512 },
             _ => $scalar,
         }
     }};

@@ -3,6 +3,7 @@
 
 use crate::Ctx;
 use crate::parallel::for_each_row_with;
+use crate::scratch::Scratch;
 
 /// Rotates adjacent pairs of the last `2 · freqs.len()` channels of each head: `(a, b)` becomes
 /// `(a cos - b sin, a sin + b cos)` with the angle `positions[t] · freqs[j]`.
@@ -33,10 +34,16 @@ pub fn rope(ctx: Ctx, x: &mut [f32], heads: usize, positions: &[i64], freqs: &[f
     if width == 0 {
         return;
     }
-    for_each_row_with(ctx.light(x.len()), x, width, Vec::new, |turns, t, x| {
-        fill_turns(turns, positions[t], freqs, inverse);
-        x.chunks_exact_mut(head).for_each(|head| rotate(head, turns));
-    });
+    for_each_row_with(
+        ctx.light(x.len()),
+        x,
+        width,
+        || Scratch::new(freqs.len()),
+        |turns, t, x| {
+            fill_turns(turns, positions[t], freqs, inverse);
+            x.chunks_exact_mut(head).for_each(|head| rotate(head, turns));
+        },
+    );
 }
 
 /// [`rope`] of one head of one token: the same bits.
@@ -46,18 +53,17 @@ pub fn rope(ctx: Ctx, x: &mut [f32], heads: usize, positions: &[i64], freqs: &[f
 /// If `x` is narrower than the rotated channels.
 pub fn rope_row(x: &mut [f32], position: i64, freqs: &[f64], inverse: bool) {
     assert!(2 * freqs.len() <= x.len(), "{} pairs do not fit into {} channels", freqs.len(), x.len());
-    let mut turns = Vec::with_capacity(freqs.len());
+    let mut turns = Scratch::new(freqs.len());
     fill_turns(&mut turns, position, freqs, inverse);
     rotate(x, &turns);
 }
 
 /// Cosine and sine of each pair.
-fn fill_turns(turns: &mut Vec<(f32, f32)>, position: i64, freqs: &[f64], inverse: bool) {
-    turns.clear();
-    turns.extend(freqs.iter().map(|freq| {
+fn fill_turns(turns: &mut [(f32, f32)], position: i64, freqs: &[f64], inverse: bool) {
+    for (turn, freq) in turns.iter_mut().zip(freqs) {
         let (sin, cos) = (position as f64 * freq).sin_cos();
-        (cos as f32, if inverse { -sin as f32 } else { sin as f32 })
-    }));
+        *turn = (cos as f32, if inverse { -sin as f32 } else { sin as f32 });
+    }
 }
 
 fn rotate(x: &mut [f32], turns: &[(f32, f32)]) {

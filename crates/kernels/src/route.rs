@@ -3,6 +3,7 @@
 use crate::Ctx;
 use crate::index::better;
 use crate::parallel::{for_each_row, for_each_row2};
+use crate::scratch::Scratch;
 
 /// How logits become scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +50,7 @@ pub struct RouteParams<'a> {
 /// If the lengths disagree with the shapes above, `k` is larger than `E`, a token is not in the table, or the table
 /// names an expert that does not exist.
 pub fn route(ctx: Ctx, p: &RouteParams, logits: &[f32], tokens: &[i32], ids: &mut [i32], weights: &mut [f32]) {
-    let mut scores = vec![0.0; logits.len()];
+    let mut scores = Scratch::new(logits.len());
     route_with_scores(ctx, p, logits, tokens, ids, weights, &mut scores);
 }
 

@@ -68,7 +68,7 @@ fn cells(record: &Record, instances: usize) -> [String; 5] {
         (Some(reason), _) => reason.clone(),
         (None, Placement::Primary) => match &record.eligibility.reason {
             Some(reason) => reason.clone(),
-            None => "could be placed on engines (--place)".to_owned(),
+            None => "stays with the CPU by default".to_owned(),
         },
         (None, Placement::Whole) if record.eligibility.kind == troika_graph::Kind::SharedExpert && instances > 1 => {
             "whole; tiles go to the instances in turn".to_owned()

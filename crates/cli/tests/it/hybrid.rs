@@ -43,7 +43,7 @@ fn devices_and_plans_are_shown() {
     let devices = troika(&["devices"]).ok().stdout;
     assert!(devices.contains("cpu ") && devices.contains("soft "), "{devices}");
     let plan = troika(&["plan", "--npu", "soft:instances=2", "--place", "wo_b=whole"]).ok().stdout;
-    for part in ["soft x 2", "wq_b", "split: 0.500", "shared expert", "in turn", "only layers of the trunk"] {
+    for part in ["soft x 2", "wq_b", "split: 0.500", "shared expert", "in turn", "by default"] {
         assert!(plan.contains(part), "no `{part}` in: {plan}");
     }
     troika(&["plan"]).fails(1, &["--npu"]);

@@ -28,8 +28,8 @@ pub(super) enum Weight {
 impl Weight {
     /// Class `fast` has integer products with fp4 weights, which stay as they are, and with fp8 weights, which are copied
     /// into rounded and packed form. A shared expert is packed whatever its format, since its three products are one
-    /// operation, and so is the head, which every decoded token reads whole. Other formats belong to small or sensitive
-    /// weights (router, compressors). `fast-fp8-exact` rounds no weight.
+    /// operation, and so are the head and the compressors, which are what a decoded token reads most of after the experts.
+    /// Other formats belong to small or sensitive weights (router, indexer weights). `fast-fp8-exact` rounds no weight.
     fn new(ctx: Ctx, class: NumericClass, role: Role, tensor: StoredTensor) -> Self {
         match weight_form(class, role, tensor.format()) {
             WeightForm::Stored => Self::Float(tensor),
@@ -66,6 +66,10 @@ pub enum WeightForm {
 pub fn weight_form(class: NumericClass, role: Role, format: Format) -> WeightForm {
     let looked_up = matches!(role, Role::Embed | Role::MarkovW1 | Role::MarkovW2 | Role::ConfidenceProj);
     let shared = matches!(role, Role::SharedW1 | Role::SharedW2 | Role::SharedW3);
+    let compressor = matches!(
+        role,
+        Role::CompressorWkv | Role::CompressorWgate | Role::IndexerCompressorWkv | Role::IndexerCompressorWgate
+    );
     match (class, format) {
         (NumericClass::Exact | NumericClass::Official, _) => WeightForm::Stored,
         _ if looked_up => WeightForm::Stored,
@@ -73,7 +77,7 @@ pub fn weight_form(class: NumericClass, role: Role, format: Format) -> WeightFor
         (NumericClass::FastFp8Exact, _) => WeightForm::Stored,
         (NumericClass::Fast, Format::Mxfp4) => WeightForm::StoredIntegers,
         (NumericClass::Fast, Format::Fp8Tile { .. } | Format::Mxfp8) => WeightForm::Packed,
-        (NumericClass::Fast, _) if shared || role == Role::Head => WeightForm::Packed,
+        (NumericClass::Fast, _) if shared || compressor || role == Role::Head => WeightForm::Packed,
         (NumericClass::Fast, _) => WeightForm::Stored,
     }
 }

@@ -22,44 +22,28 @@ pub use tables::{E2M1, E4M3, bf16_to_f32, e8m0_to_f32, f16_to_f32};
 use crate::CpuLevel;
 use crate::level::dispatch;
 
-/// A matrix operand in whatever form the caller has it.
+/// A stored matrix as operand of a product.
 #[derive(Clone, Copy)]
-pub(crate) enum Matrix<'a> {
-    /// As a checkpoint stores it.
-    Stored(View<'a>),
-    /// `[rows, cols]` in memory.
-    F32 { data: &'a [f32], cols: usize },
-}
+pub(crate) struct Matrix<'a>(View<'a>);
 
 impl<'a> Matrix<'a> {
     pub(crate) fn stored(w: &'a StoredTensor) -> Self {
-        Self::Stored(View::new(w))
+        Self(View::new(w))
     }
 
     pub(crate) fn rows(&self) -> usize {
-        match self {
-            Self::Stored(w) => w.rows,
-            Self::F32 { cols: 0, .. } => 0,
-            Self::F32 { data, cols } => data.len() / cols,
-        }
+        self.0.rows
     }
 
     pub(crate) fn cols(&self) -> usize {
-        match self {
-            Self::Stored(w) => w.cols,
-            Self::F32 { cols, .. } => *cols,
-        }
+        self.0.cols
     }
 
     /// Asks for the memory that decoding `cols` columns of one row from `first_col` on will read; nothing else changes.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn prefetch(&self, row: usize, first_col: usize, cols: usize) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let bytes = match self {
-            Self::Stored(w) => w.codes(row, first_col, cols),
-            Self::F32 { .. } => return,
-        };
-        for line in bytes.chunks(64) {
+        for line in self.0.codes(row, first_col, cols).chunks(64) {
             // SAFETY: a prefetch reads nothing that the program can see, and the address is a valid one.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
         }
@@ -68,10 +52,7 @@ impl<'a> Matrix<'a> {
     /// Columns `first_col..first_col + out.len()` of one row. `first_col` is a multiple of 128, so that groups start at
     /// group edges.
     pub(crate) fn decode(&self, level: CpuLevel, row: usize, first_col: usize, out: &mut [f32]) {
-        match self {
-            Self::Stored(w) => decode(level, w, row, first_col, out),
-            Self::F32 { data, cols } => out.copy_from_slice(&data[row * cols + first_col..][..out.len()]),
-        }
+        decode(level, &self.0, row, first_col, out);
     }
 }
 

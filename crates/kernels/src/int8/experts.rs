@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{Int8Matrix, ROW_BLOCK, STRIP, Scratch, at_least, copy_strip, multiply, num_pieces, row_blocks, share};
 use crate::Ctx;
 use crate::experts::{Routes, hidden_width, rows_of_tokens};
-use crate::parallel::{Disjoint, for_each_row, run_in_order};
+use crate::parallel::{Disjoint, for_each_row, run_in_order, run_tasks};
 use crate::swiglu::swiglu_in_place;
 
 /// Weights of one expert: `expert(x) = w2 · swiglu(w1 · x, w3 · x)`.
@@ -115,13 +115,20 @@ struct Part<'a> {
     rows: Range<usize>,
 }
 
-/// Into how many pieces the `outputs` of each part go; piece `i` of the region is piece `i % n` of part `i / n`.
-fn pieces_each(ctx: Ctx, parts: &[Part], outputs: usize, cols: usize) -> usize {
+/// Calls `body(part, strips)` for pieces of all parts. One part streams as any product does; several lie apart in memory,
+/// so there threads take large pieces as they come.
+fn for_pieces(ctx: Ctx, parts: &[Part], outputs: usize, cols: usize, body: impl Fn(&Part, Range<usize>) + Sync) {
     let strips = outputs.div_ceil(STRIP);
     let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
-    // Few parts are cut more finely than many.
     let all = num_pieces(ctx, strips * parts.len(), cols, rows * outputs * cols);
-    all.div_ceil(parts.len()).clamp(1, strips.max(1))
+    match parts {
+        [part] => run_in_order(ctx, all, |i| body(part, share(strips, all, i))),
+        _ => {
+            // Few parts are cut more finely than many.
+            let each = all.min(8 * ctx.par.threads()).div_ceil(parts.len()).clamp(1, strips.max(1));
+            run_tasks(ctx, each * parts.len(), |i| body(&parts[i / each], share(strips, each, i % each)));
+        }
+    }
 }
 
 /// `out[r] = w2 · (factor(r) · swiglu(w1 · row(r), w3 · row(r)))` with the weights of the part that `r` belongs to.
@@ -147,13 +154,11 @@ fn run_parts<'a>(
     let (x, hidden) = (&*x, at_least(hidden, rows * inner));
     {
         let hidden = Disjoint::new(hidden);
-        let each = pieces_each(ctx, parts, inner, 2 * dim);
-        run_in_order(ctx, each * parts.len(), |i| {
-            let Part { weights, rows } = &parts[i / each];
+        for_pieces(ctx, parts, inner, 2 * dim, |Part { weights, rows }, strips| {
             let (mut gate, mut up) = ([[0.0; STRIP]; ROW_BLOCK], [[0.0; STRIP]; ROW_BLOCK]);
             for block in row_blocks(rows.clone()) {
                 let (gate, up) = (&mut gate[..block.len()], &mut up[..block.len()]);
-                for strip in share(inner.div_ceil(STRIP), each, i % each) {
+                for strip in strips.clone() {
                     let x = x.block(block.clone(), 0);
                     multiply(ctx, &weights.w1.strip(strip), x, gate);
                     multiply(ctx, &weights.w3.strip(strip), x, up);
@@ -172,12 +177,10 @@ fn run_parts<'a>(
     hidden_rounded.fill(ctx, &blocks, 1, inner, |r| &hidden[r * inner..(r + 1) * inner]);
     let x = &*hidden_rounded;
     let out = Disjoint::new(out);
-    let each = pieces_each(ctx, parts, dim, inner);
-    run_in_order(ctx, each * parts.len(), |i| {
-        let Part { weights, rows } = &parts[i / each];
+    for_pieces(ctx, parts, dim, inner, |Part { weights, rows }, strips| {
         let mut sums = [[0.0; STRIP]; ROW_BLOCK];
         for block in row_blocks(rows.clone()) {
-            for strip in share(dim.div_ceil(STRIP), each, i % each) {
+            for strip in strips.clone() {
                 let sums = &mut sums[..block.len()];
                 multiply(ctx, &weights.w2.strip(strip), x.block(block.clone(), 0), sums);
                 let first = strip * STRIP;

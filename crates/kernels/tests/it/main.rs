@@ -1,5 +1,6 @@
 //! Kernels against their reference loops, against golden files, and against themselves (the row contract).
 
+mod allocations;
 mod channels;
 mod contract;
 mod formats;

@@ -304,10 +304,16 @@ proptest! {
             let steps = 4.0 * (n / 16.0 + d.min(256) as f64 + d as f64 / 256.0 + 68.0f64.min(n + 4.0));
             bound.push(steps * EPS * largest * (1.0 + score));
         }
+        let mut avx2 = None;
         for level in CpuLevel::available() {
             for threads in [1, 2, 5] {
                 let mut got = vec![f32::NAN; want.len()];
                 attend(Ctx { level, par: &Threads(threads) }, d, &q, &sink, visible, &mut got);
+                // Wider registers are the same arithmetic.
+                match level {
+                    CpuLevel::Scalar => {}
+                    _ => same_bits(&got, avx2.get_or_insert_with(|| got.clone())).map_err(fail(level))?,
+                }
                 within(&got, &want, |i| roundings(level) * bound[i / (heads * d)]).map_err(fail(level))?;
             }
         }

@@ -1,0 +1,155 @@
+//! No kernel allocates once its thread has seen it: an allocator that counts per thread says so.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+use troika_base::Format;
+use troika_kernels::{
+    Ctx, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, attend, embed, hc_head, hc_mix, hc_post, hc_pre,
+    index_scores, index_topk, pool, rms_norm, rms_norm_in_place, rope, rope_row, route, stream_mean, swiglu,
+};
+
+use crate::support::{Noise, serial_contexts, tensor};
+
+thread_local! {
+    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: every call goes to the system's allocator unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // A thread that is ending has no counter any more, and nobody asks for it.
+        let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(start, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// One step of `t` tokens through every kernel but the matrix products.
+fn step(ctx: Ctx, t: usize, operands: &Operands, buffers: &mut Buffers) {
+    let (o, b) = (operands, buffers);
+    let (s, d) = (STREAMS, DIM);
+    let p = HcParams {
+        streams: s,
+        dim: d,
+        sinkhorn_iters: 20,
+        hc_eps: 1e-6,
+        norm_eps: 1e-6,
+        fn_: &o.numbers[..(2 + s) * s * s * d],
+        base: &o.numbers[..(2 + s) * s],
+        scale: &o.numbers[..3],
+    };
+    let streams = &mut b.streams[..t * s * d];
+    let (row, other, mix, pre) =
+        (&mut b.row[..t * d], &mut b.other[..t * d], &mut b.mix[..t * (s + s * s)], &mut b.pre[..t * s]);
+    embed(ctx, &o.table, &o.tokens[..t], s, streams);
+    hc_pre(ctx, &p, streams, row, mix);
+    hc_mix(ctx, &p, streams, pre, mix);
+    rms_norm(ctx, row, d, Some(&o.numbers[..d]), 1e-6, other);
+    rms_norm_in_place(ctx, other, d, None, 1e-6);
+    rope(ctx, other, HEADS, &o.positions[..t], &o.freqs, false);
+    rope_row(&mut other[..8], 77, &o.freqs, true);
+    let keys = RowList::shared(WIDTH, &o.keys);
+    let index = Index { heads: HEADS, top_k: 16, scale: 0.1, keys };
+    let ids = &mut b.ids[..t * 16];
+    index_topk(ctx, &index, other, &o.numbers[..t * HEADS], |i| 40 + i, ids);
+    index_scores(ctx.level, &index, &other[..d], &o.numbers[..HEADS], &mut b.scores);
+    let ids = &*ids;
+    let visible =
+        |i: usize| Visible { near: &o.numbers[..100 * WIDTH], far: keys, chosen: Some(&ids[i * 16..(i + 1) * 16]) };
+    attend(ctx, WIDTH, other, &o.numbers[..HEADS], visible, row);
+    let entries = [(&o.numbers[..WIDTH], &o.numbers[WIDTH..2 * WIDTH]); 2];
+    pool(ctx.level, &entries, &mut row[..WIDTH]);
+    swiglu(ctx, row, &o.numbers[..t * d], Some(10.0), other);
+    add(ctx, row, other);
+    hc_post(ctx, s, d, row, mix, streams);
+    let head = HcParams { fn_: &p.fn_[..s * s * d], base: &p.base[..s], scale: &p.scale[..1], ..p };
+    hc_head(ctx, &head, streams, row);
+    stream_mean(ctx, s, d, streams, row);
+    let route_params = RouteParams {
+        scoring: Scoring::SqrtSoftplus,
+        experts: EXPERTS,
+        top_k: 3,
+        bias: None,
+        table: None,
+        normalise: true,
+        scaling: 1.0,
+    };
+    let (experts, weights) = (&mut b.experts[..t * 3], &mut b.weights[..t * 3]);
+    route(ctx, &route_params, &row[..t * EXPERTS], &o.tokens[..t], experts, weights);
+}
+
+const STREAMS: usize = 4;
+const DIM: usize = 160;
+const HEADS: usize = 10;
+const WIDTH: usize = DIM / HEADS;
+const EXPERTS: usize = 9;
+const TOKENS: usize = 70;
+
+struct Operands {
+    numbers: Vec<f32>,
+    table: troika_base::StoredTensor,
+    tokens: Vec<i32>,
+    positions: Vec<i64>,
+    freqs: Vec<f64>,
+    keys: Vec<std::sync::Arc<Vec<f32>>>,
+}
+
+struct Buffers {
+    streams: Vec<f32>,
+    row: Vec<f32>,
+    other: Vec<f32>,
+    mix: Vec<f32>,
+    pre: Vec<f32>,
+    scores: Vec<f32>,
+    weights: Vec<f32>,
+    ids: Vec<i32>,
+    experts: Vec<i32>,
+}
+
+#[test]
+fn a_warm_step_allocates_nothing() {
+    let mut noise = Noise::new(5);
+    let operands = Operands {
+        numbers: noise.numbers((2 + STREAMS) * STREAMS * STREAMS * DIM),
+        table: tensor(&mut noise, Format::Bf16, 11, DIM),
+        tokens: (0..TOKENS).map(|_| noise.below(11) as i32).collect(),
+        positions: (0..TOKENS as i64).collect(),
+        freqs: vec![1.0, 0.1, 0.01],
+        keys: (0..4).map(|_| std::sync::Arc::new(noise.numbers(32 * WIDTH))).collect(),
+    };
+    let mut buffers = Buffers {
+        streams: vec![0.0; TOKENS * STREAMS * DIM],
+        row: vec![0.0; TOKENS * DIM],
+        other: vec![0.0; TOKENS * DIM],
+        mix: vec![0.0; TOKENS * (STREAMS + STREAMS * STREAMS)],
+        pre: vec![0.0; TOKENS * STREAMS],
+        scores: vec![0.0; 100],
+        weights: vec![0.0; TOKENS * 3],
+        ids: vec![0; TOKENS * 16],
+        experts: vec![0; TOKENS * 3],
+    };
+    for ctx in serial_contexts() {
+        let mut counts = [TOKENS, 1, TOKENS, 1, 5].map(|t| {
+            let before = ALLOCATIONS.get();
+            step(ctx, t, &operands, &mut buffers);
+            ALLOCATIONS.get() - before
+        });
+        // The first step is the one that warms up; it shows that the counter counts.
+        if ctx.level == troika_kernels::CpuLevel::Scalar {
+            assert!(counts[0] > 0, "{counts:?}");
+        }
+        counts[0] = 0;
+        assert_eq!(counts, [0; 5], "{:?}", ctx.level);
+    }
+}
