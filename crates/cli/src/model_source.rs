@@ -10,10 +10,11 @@ use clap::Args;
 use sha2::{Digest, Sha256};
 use troika_base::NumericClass;
 use troika_device::map_file;
-use troika_engine::{Runner, RunnerOptions};
+use troika_engine::{Engines, Record, Runner, RunnerOptions, Stage, plan_engines};
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
+use crate::hybrid::{HybridArgs, Wish};
 use crate::{builtin, progress};
 
 /// Which model, and how it is computed.
@@ -112,6 +113,31 @@ impl OpenModel {
         let runner = Runner::new(self.config.model.clone(), self.facts.clone(), &self.weights, options)?;
         spinner.finish_and_clear();
         Ok(runner)
+    }
+
+    /// As [`Self::runner`], with the neural engines that the command line names.
+    pub(crate) fn hybrid_runner(&self, mut options: RunnerOptions, hybrid: &HybridArgs) -> Result<Runner> {
+        let Some(wish) = hybrid.wish()? else { return self.runner(options) };
+        if options.cpu.threads == 0 {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            options.cpu.threads = cores.saturating_sub(wish.cores).max(1);
+        }
+        let spinner = progress::spinner(format!("loading {}", self.name));
+        let mut show = |stage: Stage, done: usize, total: usize| {
+            spinner.set_message(format!("{} projections: {done} of {total}", stage.name()));
+        };
+        let engines = Engines { backend: wish.backend, options: wish.options, progress: &mut show };
+        let (config, facts) = (self.config.model.clone(), self.facts.clone());
+        let runner = Runner::with_engines(config, facts, &self.weights, options, Some(engines))?;
+        spinner.finish_and_clear();
+        hybrid.check_available(&runner.feature())?;
+        Ok(runner)
+    }
+
+    /// What engines would do of the model's projections.
+    pub(crate) fn plan_engines(&self, wish: &Wish) -> Vec<Record> {
+        let (config, facts) = (self.config.model.clone(), self.facts.clone());
+        plan_engines(config, facts, &self.weights, &*wish.backend, &wish.options)
     }
 
     /// Bytes of the weights' files.

@@ -21,8 +21,10 @@ pub(crate) fn before(template: &Template, nodes: &[NodeId], elapsed_ns: &[u64], 
     let mut end_ns = end_ns;
     let mut spans: Vec<Span> = Vec::with_capacity(elapsed_ns.len());
     for (node, elapsed_ns) in nodes.iter().zip(elapsed_ns).rev() {
-        let (kind, device) = template.counters[template.place(*node).counter];
         let start_ns = end_ns.saturating_sub(*elapsed_ns);
+        // Parts of a shared node are reported apart.
+        let Some(counter) = template.place(*node).counter else { continue };
+        let (kind, device) = template.counters[counter];
         spans.push(Span { kind, scope: template.graph().node(*node).scope, device, start_ns, end_ns });
         end_ns = start_ns;
     }

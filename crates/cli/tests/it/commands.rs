@@ -8,7 +8,8 @@ use troika_testkit::{assert_close, oracle_dir};
 
 use crate::support::{Ran, Scratch, command, text, troika};
 
-const COMMANDS: [&str; 9] = ["run", "serve", "bench", "eval", "logits", "inspect", "explain", "synth", "cache"];
+const COMMANDS: [&str; 11] =
+    ["run", "serve", "bench", "eval", "logits", "inspect", "explain", "devices", "plan", "synth", "cache"];
 
 #[test]
 fn help_teaches_every_command() {

@@ -4,5 +4,6 @@ mod benchmark;
 mod clients;
 mod commands;
 mod diagnosis;
+mod hybrid;
 mod serving;
 mod support;

@@ -5,6 +5,7 @@ mod contract;
 mod disk;
 mod errors;
 mod golden;
+mod hybrid;
 mod nano;
 mod sampling;
 mod serving;

@@ -12,6 +12,7 @@ use troika_bench::record::{StepSpan, StepTimeline};
 use troika_engine::{Chunk, Forward, Runner, WantLogits};
 use troika_graph::{Acceptance, Kind, Scope};
 
+use crate::hybrid::{HybridArgs, HybridReport};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
 
@@ -23,6 +24,8 @@ use crate::{progress, report};
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hybrid: HybridArgs,
     /// Tokens of the prompts.
     #[arg(long, value_delimiter = ',', default_value = "512,2048", value_name = "N,N,...", value_parser = clap::value_parser!(u32).range(1..))]
     prompt_lengths: Vec<u32>,
@@ -59,6 +62,7 @@ struct Report {
     profile: Option<Vec<KindTime>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     step: Option<StepTimeline>,
+    hybrid: Option<HybridReport>,
 }
 
 /// What the time between nodes is called: submission, reports, choosing the token.
@@ -154,7 +158,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let longest = args.prompt_lengths.iter().max().copied().unwrap_or(0) as usize + args.generate as usize;
     let max = model.config.model.max_position_embeddings;
     ensure!(longest <= max, "{longest} tokens do not fit the model's context of {max}");
-    let mut runner = model.runner(args.model.runner_options(class))?;
+    let mut runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
     let tokens_per_round: u64 = args.prompt_lengths.iter().map(|n| u64::from(n + args.generate)).sum();
     let bar = progress::tokens("measuring", tokens_per_round * u64::from(args.rounds + 1));
     let mut samples: Vec<Vec<Sample>> = args.prompt_lengths.iter().map(|_| Vec::new()).collect();
@@ -185,11 +189,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         results: results.map(|(length, samples)| row(class.name(), *length, args.generate, samples)).collect(),
         profile: args.profile.then(|| profile.rows()),
         step,
+        hybrid: HybridReport::of(&runner),
     };
     match &args.json {
         Some(target) => report::write_json(target, &report)?,
         None => report::print(&table(&report))?,
     }
+    args.hybrid.check_engaged(&runner.feature())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -319,6 +325,9 @@ fn table(report: &Report) -> String {
             text += &format!("{:<24}{:>26}{:>26}\n", time.kind, cells.0, cells.1);
         }
         text += &format!("{:<24}{:>26}{:>26}\n", "all", cell(prefill, prefill), cell(decode, decode));
+    }
+    if let Some(hybrid) = &report.hybrid {
+        text += &hybrid.table();
     }
     text
 }
