@@ -2,7 +2,8 @@
 
 use crate::support::troika;
 
-const BENCH: [&str; 8] = ["bench", "--prompt-lengths", "129", "--rounds", "1", "--generate", "2", "--threads=1"];
+const BENCH: [&str; 9] =
+    ["bench", "in-process", "--prompt-lengths", "129", "--rounds", "1", "--generate", "2", "--threads=1"];
 
 fn bench(more: &[&str]) -> Vec<&'static str> {
     BENCH.into_iter().chain(more.iter().map(|arg| &*Box::leak(arg.to_string().into_boxed_str()))).collect()

@@ -62,6 +62,7 @@ struct Report {
     profile: Option<Vec<KindTime>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     step: Option<StepTimeline>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     hybrid: Option<HybridReport>,
 }
 
