@@ -159,7 +159,7 @@ impl<R: StepRunner> Core<R> {
         self.publish();
     }
 
-    /// Waits until everything is on disk that is to be.
+    /// Waits until everything is on disk that is to be, but not for ever.
     pub fn flush(&self) {
         if let Some(prefixes) = &self.prefixes {
             prefixes.flush();

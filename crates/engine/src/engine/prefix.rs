@@ -99,7 +99,7 @@ impl Prefixes {
         self.publish();
     }
 
-    /// Waits until everything is on disk that is to be.
+    /// Waits until everything is on disk that is to be, but not for ever.
     pub(super) fn flush(&self) {
         if let Some(disk) = &self.disk {
             disk.flush();
@@ -141,6 +141,9 @@ impl Prefixes {
         let lease = found.lease?;
         let hit = self.attach(&found.blocks, shape);
         self.cache.release(lease);
+        if let Some(disk) = &mut self.disk {
+            disk.touch(&thread.chain[..found.blocks.len()]);
+        }
         self.publish();
         let hit = hit?;
         (thread.stored, thread.last) = (found.blocks.len(), found.blocks.last().copied());
