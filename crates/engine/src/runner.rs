@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
 use troika_base::{NumericClass, SequenceId};
-use troika_device::cpu::{CpuDevice, CpuOptions};
+use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
 use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
 use troika_graph::{Acceptance, Scope, Segment, StepRows, WeightSource};
@@ -510,8 +510,8 @@ impl StepRunner for Runner {
         &self.shape
     }
 
-    fn numeric_class(&self) -> String {
-        self.options.class.to_string()
+    fn arithmetic(&self) -> String {
+        format!("{} {} {REVISION}", self.options.class, self.options.cpu.level.arithmetic())
     }
 
     fn packing(&self) -> Packing {

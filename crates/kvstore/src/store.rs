@@ -4,7 +4,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -95,6 +95,7 @@ struct Inner {
     lock: Box<dyn Lock>,
     shared: Mutex<Shared>,
     changed: Condvar,
+    idle: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 /// Files under one directory, of which this process alone has charge.
@@ -151,9 +152,22 @@ impl Store {
         let (mut accounts, start) = (Accounts::new(&items), Instant::now());
         accounts.take_listing(&files.list(dir).map_err(io_error("read", dir))?, start);
         let shared = Mutex::new(Shared { status, accounts, ..Shared::default() });
-        let inner = Arc::new(Inner { files, dir: dir.to_owned(), lock, shared, changed: Condvar::new() });
+        let inner = Arc::new(Inner {
+            files,
+            dir: dir.to_owned(),
+            lock,
+            shared,
+            changed: Condvar::new(),
+            idle: OnceLock::new(),
+        });
         let hands = Hands(Arc::clone(&inner));
         Ok((Self { inner, threads: Vec::new() }, items, hands))
+    }
+
+    /// Calls `told` on the thread that writes whenever nothing more is to be written. The first one stays.
+    pub fn when_idle(&self, told: impl Fn() + Send + Sync + 'static) {
+        // A second one has nothing to add.
+        let _ = self.inner.idle.set(Box::new(told));
     }
 
     /// Queues a file to be written; `payload` is called when its turn comes, and may find that there is nothing to write.
@@ -296,8 +310,14 @@ impl Hands {
             drop(shared);
             self.0.write_and_note(&header, payload);
         }
-        self.0.lock().busy = None;
+        let mut shared = self.0.lock();
+        shared.busy = None;
+        let is_idle = !shared.has_writes();
+        drop(shared);
         self.0.changed.notify_all();
+        if let Some(told) = self.0.idle.get().filter(|_| is_idle) {
+            told();
+        }
     }
 
     /// Does the job of reading whose turn it is.

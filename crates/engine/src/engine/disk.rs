@@ -130,6 +130,9 @@ impl Disk {
             }
         }
         disk.store.remove(&gone);
+        // What the store counts shows in the status also if nobody asks for anything meanwhile.
+        let wake = Arc::clone(&disk.wake);
+        disk.store.when_idle(move || wake());
         disk
     }
 

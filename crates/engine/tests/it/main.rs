@@ -6,6 +6,7 @@ mod disk;
 mod errors;
 mod golden;
 mod nano;
+mod revision;
 mod sampling;
 mod serving;
 mod sim;

@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, Skip, chain};
 
-const IDENTITY: Identity<'static> = Identity { weights: b"w", tokenizer: b"t", layout: 1, class: "exact", tenant: b"" };
+const IDENTITY: Identity<'static> =
+    Identity { weights: b"w", tokenizer: b"t", layout: 1, arithmetic: "exact", tenant: b"" };
 
 fn names(tokens: &[u32]) -> Vec<BlockHash> {
     chain(IDENTITY.root(), tokens, 4)
@@ -40,7 +41,7 @@ fn names_cover_everything_the_rows_depend_on() {
         Identity { weights: b"x", ..IDENTITY },
         Identity { tokenizer: b"x", ..IDENTITY },
         Identity { layout: 2, ..IDENTITY },
-        Identity { class: "official", ..IDENTITY },
+        Identity { arithmetic: "official", ..IDENTITY },
         Identity { tenant: b"x", ..IDENTITY },
         Identity { weights: b"wt", tokenizer: b"", ..IDENTITY },
     ];
