@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use serde::Serialize;
 use troika_device::npu::NpuBackend;
 use troika_device::npu::soft::{Soft, SoftOptions};
-use troika_engine::{DeviceId, FeatureState, HybridOptions, Placement, Runner, StepRunner};
+use troika_engine::{DeviceId, FeatureState, HybridOptions, Placement, Runner};
 use troika_graph::Kind;
 
 /// Which engines take part in prefill, and how.

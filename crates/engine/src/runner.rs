@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
 use troika_base::{NumericClass, SequenceId, StoredTensor};
-use troika_device::cpu::{CpuDevice, CpuOptions};
+use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
 use troika_device::npu::NpuBackend;
 use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
@@ -571,16 +571,23 @@ impl Runner {
     }
 }
 
+impl Runner {
+    /// Name of the arithmetic of prompts: the class of the primary device, and the plan's digest if engines take part.
+    pub fn numeric_class(&self) -> String {
+        match self.executor.plan().digest() {
+            "" => self.options.class.to_string(),
+            digest => format!("{}+hybrid:{digest}", self.options.class),
+        }
+    }
+}
+
 impl StepRunner for Runner {
     fn state_shape(&self) -> &StateShape {
         &self.shape
     }
 
-    fn numeric_class(&self) -> String {
-        match self.executor.plan().digest() {
-            "" => self.options.class.to_string(),
-            digest => format!("{}+hybrid:{digest}", self.options.class),
-        }
+    fn arithmetic(&self) -> String {
+        format!("{} {} {REVISION}", self.numeric_class(), self.options.cpu.level.arithmetic())
     }
 
     fn packing(&self) -> Packing {

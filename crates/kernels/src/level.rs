@@ -1,5 +1,10 @@
 //! CPU levels: which instructions a kernel may use. Detected once, when the program runs.
 
+/// Of the bits that kernels give. Kept prefixes outlive the build that computed them, and one that gives other bits must not
+/// go on from them. So whoever changes the order of a sum or a rounding, in any class, raises this number;
+/// `crates/engine/tests/it/revision.rs` notices.
+pub const REVISION: u32 = 1;
+
 /// A set of CPU instructions. Each level has its own arithmetic: results of two levels agree within the bounds named
 /// beside the kernels, results of one level agree bitwise (the row contract).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -49,6 +54,14 @@ impl CpuLevel {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+        }
+    }
+
+    /// Name of its arithmetic: levels of the same one give the same bits.
+    pub fn arithmetic(self) -> &'static str {
+        match self {
+            Self::Scalar => "unfused",
+            Self::Avx2 | Self::Avx512 => "fused",
         }
     }
 

@@ -147,7 +147,7 @@ impl StepRunner for HashModel {
         &self.shape
     }
 
-    fn numeric_class(&self) -> String {
+    fn arithmetic(&self) -> String {
         "hash".to_owned()
     }
 

@@ -225,7 +225,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         let _ = shutdown.wait_for(|told| *told).await;
     })
     .await?;
-    watcher.abort();
     tokio::task::spawn_blocking(move || engine.shutdown()).await?;
+    // Not before: a second signal also ends the wait for a slow disk.
+    watcher.abort();
     Ok(ExitCode::SUCCESS)
 }

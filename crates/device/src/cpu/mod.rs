@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use troika_base::{NumericClass, StoredTensor};
 use troika_graph::{NodeId, WeightSource};
-pub use troika_kernels::CpuLevel;
+pub use troika_kernels::{CpuLevel, REVISION};
 use troika_kernels::{Ctx, Parallel};
 
 use crate::npu::ChannelWeights;

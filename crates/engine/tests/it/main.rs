@@ -7,6 +7,7 @@ mod errors;
 mod golden;
 mod hybrid;
 mod nano;
+mod revision;
 mod sampling;
 mod serving;
 mod sim;
