@@ -100,7 +100,9 @@ fn attention_chosen(bencher: Bencher, compressed: usize) {
     let (t, heads, d, k) = (16, 16, 512, 512);
     let (q, far, sink) = (numbers(t * heads * d), numbers(compressed * d), numbers(heads));
     let near = numbers((128 + t) * d);
-    let ids: Vec<i32> = (0..k).map(|i| (i * compressed / k) as i32).collect();
+    // As a real choice, rows of both parities: one alone would have all rows in the same sets of the cache.
+    let ids: Vec<i32> =
+        (0..k).map(|i| (i * compressed / k + (i * i / 3 % 2) * (compressed / k).min(2) / 2) as i32).collect();
     let (pieces, mut out) = ([&far[..]], vec![0.0; t * heads * d]);
     let visible = |t| Visible { near: &near[t * d..(t + 128) * d], far: RowList::new(d, &pieces), chosen: Some(&ids) };
     bencher
