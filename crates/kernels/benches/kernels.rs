@@ -94,6 +94,22 @@ fn attention(bencher: Bencher, compressed: usize) {
         .bench_local(|| attend(Ctx::serial(), d, black_box(&q), &sink, visible, &mut out));
 }
 
+/// Sixteen neighbouring queries, 16 heads of 512, a window of 128 and 512 chosen rows of as many as the argument says.
+#[divan::bench(args = [512, 1024, 4096], sample_count = 20)]
+fn attention_chosen(bencher: Bencher, compressed: usize) {
+    let (t, heads, d, k) = (16, 16, 512, 512);
+    let (q, far, sink) = (numbers(t * heads * d), numbers(compressed * d), numbers(heads));
+    let near = numbers((128 + t) * d);
+    // As a real choice, rows of both parities: one alone would have all rows in the same sets of the cache.
+    let ids: Vec<i32> =
+        (0..k).map(|i| (i * compressed / k + (i * i / 3 % 2) * (compressed / k).min(2) / 2) as i32).collect();
+    let (pieces, mut out) = ([&far[..]], vec![0.0; t * heads * d]);
+    let visible = |t| Visible { near: &near[t * d..(t + 128) * d], far: RowList::new(d, &pieces), chosen: Some(&ids) };
+    bencher
+        .counter(ItemsCount::new(2 * t * heads * d * (128 + k)))
+        .bench_local(|| attend(Ctx::serial(), d, black_box(&q), &sink, visible, &mut out));
+}
+
 /// Four queries of 64 heads of 128 choose 512 keys.
 #[divan::bench(args = [1024, 4096], sample_count = 20)]
 fn index(bencher: Bencher, n: usize) {
