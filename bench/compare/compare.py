@@ -28,22 +28,32 @@ def run(command):
     return output, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+def level_of(args):
+    return ["--cpu-level", args.cpu_level] if args.cpu_level else []
+
+
 class Troika:
     name = "troika"
 
     def __init__(self, args):
         self.args = args
+        self.level = None
+
+    def result(self, prompt, generate):
+        report = json.loads(run(self.command(prompt, generate, 1, self.args.threads))[0])
+        self.level = report["cpu_level"]
+        return report["results"][0]
 
     def command(self, prompt, generate, rounds, threads):
-        return [self.args.troika, "bench", "in-process", "--model", self.args.model, "--threads", str(threads),
-                "--rounds", str(rounds),
-                "--prompt-lengths", str(prompt), "--generate", str(generate), "--json", "-"]
+        return [self.args.troika, "bench", "in-process", "--model", self.args.model, "--threads", str(threads), "--rounds", str(rounds),
+                "--prompt-lengths", str(prompt), "--generate", str(generate), "--json", "-",
+                *level_of(self.args)]
 
     def prefill(self, tokens):
-        return json.loads(run(self.command(tokens, 2, 1, self.args.threads))[0])["results"][0]["prefill_tps"]
+        return self.result(tokens, 2)["prefill_tps"]
 
     def decode(self, tokens):
-        return json.loads(run(self.command(1, tokens + 1, 1, self.args.threads))[0])["results"][0]["decode_tps"]
+        return self.result(1, tokens + 1)["decode_tps"]
 
     def processor(self, tokens):
         cost = lambda rounds: run(self.command(tokens, 2, rounds, 1))[1]
@@ -84,6 +94,8 @@ def main():
     parser.add_argument("--generate", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-level", choices=["scalar", "avx2", "avx512"],
+                        help="instructions that troika uses; avx2 against a peer built for it. Without it, the best of the CPU")
     parser.add_argument("--skip-processor", action="store_true", help="leave the row of processor time out")
     parser.add_argument("--append", help="file that the table is appended to")
     args = parser.parse_args()
@@ -107,7 +119,8 @@ def main():
     ceiling = {key: statistics.median(c[key] for c in ceilings) for key in ceilings[0]}
     macs, megabytes = SIZES[args.name]
     cell = lambda rates: f"{statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
-    lines = [f"### `{args.name}`, {args.threads} threads, {args.rounds} rounds", "",
+    lines = [f"### `{args.name}`, {args.threads} threads, {args.rounds} rounds, troika at CPU level "
+             f"{engines[0].level}", "",
              f"Ceilings measured in the same rounds: read {ceiling['read_gbs']:.1f} GB/s, f32 {ceiling['f32_gflops']:.0f} GFLOP/s, "
              f"int8 {ceiling['int8_gops']:.0f} GOP/s, 4-bit x int8 {ceiling['int8_narrow_gops']:.0f} GOP/s.", "",
              "| tok/s, median (least to most) | troika | llama.cpp | ratio of medians | ratios by round | troika's share of its ceiling |",

@@ -19,12 +19,18 @@ import time
 import urllib.request
 
 
+def level_of(args):
+    return ["--cpu-level", args.cpu_level] if args.cpu_level else []
+
+
 def bench(args, lengths, generate, rounds):
-    command = [args.troika, "bench", "in-process", "--model", args.model, "--threads", str(args.threads),
-               "--rounds", str(rounds),
-               "--prompt-lengths", ",".join(map(str, lengths)), "--generate", str(generate), "--json", "-"]
+    command = [args.troika, "bench", "in-process", "--model", args.model, "--threads", str(args.threads), "--rounds", str(rounds),
+               "--prompt-lengths", ",".join(map(str, lengths)), "--generate", str(generate), "--json", "-",
+               *level_of(args)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
-    return json.loads(output)["results"]
+    report = json.loads(output)
+    args.level = report["cpu_level"]
+    return report["results"]
 
 
 def flops(args, tokens, chunk):
@@ -41,7 +47,8 @@ class Server:
     """`troika serve` without a cache; its own process."""
 
     def __init__(self, args):
-        command = [args.troika, "serve", "--model", args.model, "--threads", str(args.threads), "--port", "0", "--no-cache"]
+        command = [args.troika, "serve", "--model", args.model, "--threads", str(args.threads), "--port", "0", "--no-cache",
+                   *level_of(args)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for line in self.process.stdout:
             if "http://" in line:
@@ -82,6 +89,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long-rounds", type=int, default=3)
+    parser.add_argument("--cpu-level", choices=["scalar", "avx2", "avx512"], help="instructions to use; without it, the best of the CPU")
     parser.add_argument("--append", help="file that the table is appended to")
     args = parser.parse_args()
 
@@ -112,7 +120,7 @@ def main():
         rates[16384].append(long["prefill_tps"])
         samples["growth"].append(large["prefill_tps"] / long["prefill_tps"])
         print(f"long round {round_}: {samples['growth'][-1]:.3f}", file=sys.stderr)
-    lines = [f"### troika against itself, {args.threads} threads, {args.rounds} rounds", "",
+    lines = [f"### troika against itself, {args.threads} threads, {args.rounds} rounds, CPU level {args.level}", "",
              "| ratio, median of rounds (least to most) | | rates, tok/s |", "|---|---:|---|",
              f"| prefill 4096 / prefill 512 | {spread(samples['prefill'])} | {spread(rates[4096], 0)}; {spread(rates[512], 0)} |",
              f"| decode after 4096 tokens / decode at 0 | {spread(samples['decode'])} | {spread(rates['decode 4096'], 0)}; "

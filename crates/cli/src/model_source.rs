@@ -9,6 +9,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use sha2::{Digest, Sha256};
 use troika_base::NumericClass;
+use troika_device::cpu::CpuLevel;
 use troika_device::map_file;
 use troika_engine::{Engines, Record, Runner, RunnerOptions, Stage, plan_engines};
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
@@ -33,6 +34,24 @@ pub(crate) struct ModelArgs {
     /// Keep each of these threads on a core of its own. For a machine that does nothing else. Linux only.
     #[arg(long)]
     pin_threads: bool,
+    /// Instructions to compute with: `scalar`, `avx2` or `avx512`. Without it, the best of this CPU. For comparisons: each
+    /// level is as exact as the others.
+    #[arg(long, value_name = "LEVEL", value_parser = available_level)]
+    cpu_level: Option<CpuLevel>,
+}
+
+fn available_level(text: &str) -> Result<CpuLevel, String> {
+    let available: Vec<CpuLevel> = CpuLevel::available().collect();
+    level_among(text, &available)
+}
+
+fn level_among(text: &str, available: &[CpuLevel]) -> Result<CpuLevel, String> {
+    let level: CpuLevel = text.parse()?;
+    if available.contains(&level) {
+        return Ok(level);
+    }
+    let names: Vec<&str> = available.iter().map(|level| level.name()).collect();
+    Err(format!("this CPU lacks the instructions of level {text}; it has those of {}", names.join(", ")))
 }
 
 /// Checkpoints up to this size are digested whole: a second at most.
@@ -58,7 +77,7 @@ enum Files {
 impl ModelArgs {
     /// The checkpoint in `model`, or nano, for whoever only wants to look at it.
     pub(crate) fn of(model: Option<PathBuf>, class: NumericClass) -> Self {
-        Self { model, class: Some(class), threads: 0, pin_threads: false }
+        Self { model, class: Some(class), threads: 0, pin_threads: false, cpu_level: None }
     }
 
     /// Opens the checkpoint and checks every weight. The tokenizer is not asked for yet.
@@ -88,7 +107,13 @@ impl ModelArgs {
         let mut options = RunnerOptions::new(class);
         options.cpu.threads = usize::from(self.threads);
         options.cpu.pin = self.pin_threads;
+        options.cpu.level = self.cpu_level();
         options
+    }
+
+    /// The instructions that will be used.
+    pub(crate) fn cpu_level(&self) -> CpuLevel {
+        self.cpu_level.unwrap_or_else(CpuLevel::best)
     }
 }
 
@@ -274,6 +299,15 @@ mod tests {
     use troika_testkit::CheckpointCopy;
 
     use super::*;
+
+    #[test]
+    fn a_level_that_the_cpu_lacks_is_refused() {
+        let old = [CpuLevel::Scalar, CpuLevel::Avx2];
+        assert_eq!(level_among("avx2", &old), Ok(CpuLevel::Avx2));
+        let lacks = "this CPU lacks the instructions of level avx512; it has those of scalar, avx2";
+        assert_eq!(level_among("avx512", &old), Err(lacks.to_owned()));
+        assert!(level_among("AVX2", &old).is_err_and(|error| error.contains("`AVX2`: expected `scalar`")));
+    }
 
     /// A byte that no sample covers, changed in place: another digest. Nothing changed: the same.
     #[test]

@@ -21,6 +21,8 @@ pub struct MemorySettings {
     pub sequences: usize,
     /// Tokens of each.
     pub tokens: usize,
+    /// Threads that compute.
+    pub threads: usize,
 }
 
 /// Resident bytes of a model that is served, once every weight was read. What the process needs besides, and kept prefixes, come
@@ -35,7 +37,7 @@ pub struct ModelMemory {
     pub copied_weights: BTreeMap<WeightClass, u64>,
     /// Values of a step of a prompt, and of one that decodes.
     pub step_values: u64,
-    /// What the largest kernels need while they run.
+    /// What kernels keep from one call to the next.
     pub scratch: u64,
     /// State of a sequence whatever its length.
     pub state_fixed: u64,
@@ -114,27 +116,27 @@ impl Windows {
     }
 }
 
-/// What the largest operation needs for the time it takes: rows of routed experts, rounded rows of the widest product, or a
-/// matrix in `f32`.
+/// What kernels keep for the next call: rows of routed experts, rounded rows of the widest product, and for products in `f32`
+/// the rows of a task, packed by each thread.
 fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
     /// Most rows (token and expert) that routed experts compute together: of integer products, of others.
     const BATCH: [usize; 2] = [1024, 512];
-    /// Most numbers of a matrix that are decoded before the rows pass by.
-    const MAX_DECODED: usize = 1 << 20;
+    /// Most rows and numbers that a task packs.
+    const PACKED: [usize; 2] = [480, 1 << 20];
     let (dim, inner) = (config.hidden_size, config.moe_intermediate_size);
     let heads = config.num_attention_heads * config.head_dim;
     let rows = settings.chunk_tokens;
     let entries = rows * config.num_experts_per_tok;
-    let decoded = |numbers: usize| 4 * numbers.min(MAX_DECODED);
+    let packed = |cols: usize| settings.threads * 4 * (rows.min(PACKED[0]) * cols).min(PACKED[1]);
     let bytes = if settings.class.has_integer_products() {
         // Codes of a byte, a scale and a sum of four bytes for 32 of them.
         let rounded = |numbers: usize| numbers / 32 * 40;
         let batch = entries.min(BATCH[0]);
-        let experts = batch * 4 * (dim + inner) + rounded(batch * (dim + inner));
-        experts.max(rounded(rows * heads)).max(decoded(2 * dim * config.head_dim))
+        batch * 4 * (dim + inner) + rounded((batch * (dim + inner)).max(rows * heads)) + packed(dim)
     } else {
         let batch = entries.min(BATCH[1]);
-        (batch * 4 * 2 * (dim + inner) + decoded(dim * inner)).max(decoded(heads * config.q_lora_rank))
+        let widest = dim.max(heads / config.o_groups).max(config.o_groups * config.o_lora_rank);
+        batch * 4 * (dim + 2 * inner) + packed(widest)
     };
     bytes as u64
 }

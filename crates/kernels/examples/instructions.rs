@@ -4,7 +4,7 @@
 use std::hint::black_box;
 
 use troika_base::{Format, SharedBytes, StoredTensor};
-use troika_kernels::int8::{self, Int8Matrix};
+use troika_kernels::int8::{self, Int8Matrix, Product};
 use troika_kernels::{CpuLevel, Ctx, RowList, Serial, Visible, attend};
 
 /// The level whose counts are compared, whatever this machine has besides.
@@ -39,7 +39,7 @@ fn fp4_gemv() {
     let stored = StoredTensor::new(Format::Mxfp4, outputs, cols, parts).expect("the parts fit");
     let w = Int8Matrix::refer(&stored).expect("fp4 codes are integers");
     let (x, mut out) = (numbers(cols), vec![0.0f32; outputs]);
-    counted(|| int8::matmul(Ctx { level: LEVEL, par: &Serial }, black_box(&x), &mut [(&w, &mut out)]));
+    counted(|| int8::matmul(Ctx { level: LEVEL, par: &Serial }, black_box(&x), &mut [Product::new(&w, &mut out)]));
     assert!(out.iter().all(|y| y.is_finite()));
 }
 

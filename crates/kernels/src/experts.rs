@@ -8,6 +8,7 @@ use crate::Ctx;
 use crate::formats::Matrix;
 use crate::matmul::{Job, run_jobs};
 use crate::parallel::{Disjoint, for_each_row};
+use crate::scratch::Scratch;
 use crate::swiglu::swiglu_in_place;
 
 /// Weights of one expert: `expert(x) = w2 · swiglu(w1 · x, w3 · x)`.
@@ -53,9 +54,9 @@ pub fn shared_expert(ctx: Ctx, x: &[f32], w: &ExpertWeights, limit: Option<f32>,
     let inner = w.check(dim);
     assert_eq!(x.len(), out.len(), "x and out must be [T, {dim}]");
     let rows = out.len().checked_div(dim).unwrap_or(0);
-    let part = Part { weights: *w, rows: 0..rows };
-    let mut hidden = vec![0.0; rows * inner];
-    let parts = [part];
+    let starts = [0, rows];
+    let parts = Parts::new(std::slice::from_ref(w), &starts);
+    let mut hidden = Scratch::new(rows * inner);
     hidden_rows(ctx, x, &parts, inner, limit, |_| 1.0, &mut hidden);
     down_rows(ctx, &hidden, &parts, inner, dim, out);
 }
@@ -98,82 +99,114 @@ pub fn routed_experts(
     let inner = expert.check(dim);
     experts.iter().for_each(|expert| assert_eq!(expert.check(dim), inner, "experts must have one shape"));
 
-    let routes = Routes::new(ids, top_k, first, experts.len());
+    let routes = Sorted::by_expert(ids, first, experts.len());
     for batch in routes.batches(BATCH) {
-        let (entries, start) = (routes.entries(batch.clone()), routes.starts[batch.start]);
-        let parts: Vec<Part> = batch
-            .map(|e| Part { weights: experts[e], rows: routes.starts[e] - start..routes.starts[e + 1] - start })
-            .collect();
+        let entries = routes.entries(batch.clone());
+        let parts = Parts::new(&experts[batch.clone()], &routes.starts[batch.start..=batch.end]);
         run_batch(ctx, x, weights, entries, &parts, inner, top_k, limit, acc);
     }
 }
 
-/// Which (token, choice) pairs go to each expert.
-pub(crate) struct Routes {
-    /// Indices into `ids`, by expert, ascending.
-    entries: Vec<usize>,
-    /// `entries[starts[e]..starts[e + 1]]` belong to expert `first + e`.
-    pub(crate) starts: Vec<usize>,
+/// Things sorted by what they belong to.
+pub(crate) struct Sorted {
+    things: Scratch<usize>,
+    /// `things[starts[k]..starts[k + 1]]` belong to `k`.
+    pub(crate) starts: Scratch<usize>,
 }
 
-impl Routes {
-    /// Sorts the choices by expert (a counting sort, so tokens stay in order).
-    pub(crate) fn new(ids: &[i32], top_k: usize, first: usize, experts: usize) -> Self {
-        debug_assert!(top_k == 0 || ids.len().is_multiple_of(top_k));
-        let local = |id: i32| usize::try_from(id).ok().and_then(|id| id.checked_sub(first)).filter(|&e| e < experts);
-        let mut starts = vec![0; experts + 1];
-        for e in ids.iter().filter_map(|&id| local(id)) {
-            starts[e + 1] += 1;
+impl Sorted {
+    /// Sorts `0..` by their owners, of which there are `owners`; those without one are left out. (A counting sort, so
+    /// things of one owner stay in order.)
+    fn new(owner_of: impl Iterator<Item = Option<usize>> + Clone, owners: usize) -> Self {
+        let mut starts = Scratch::new(owners + 1);
+        starts.fill(0);
+        for owner in owner_of.clone().flatten() {
+            starts[owner + 1] += 1;
         }
-        for e in 0..experts {
-            starts[e + 1] += starts[e];
+        for owner in 0..owners {
+            starts[owner + 1] += starts[owner];
         }
-        let mut next = starts.clone();
-        let mut entries = vec![0; starts[experts]];
-        for (i, e) in ids.iter().enumerate().filter_map(|(i, &id)| Some((i, local(id)?))) {
-            entries[next[e]] = i;
-            next[e] += 1;
+        let mut next = Scratch::collect(starts.iter().copied());
+        let mut things = Scratch::new(starts[owners]);
+        for (thing, owner) in owner_of.enumerate().filter_map(|(thing, owner)| Some((thing, owner?))) {
+            things[next[owner]] = thing;
+            next[owner] += 1;
         }
-        Self { entries, starts }
+        Self { things, starts }
     }
 
-    /// Ranges of experts that have at least one entry, of up to `most` entries each where one expert alone has no more.
-    pub(crate) fn batches(&self, most: usize) -> Vec<Range<usize>> {
-        let experts = self.starts.len() - 1;
-        let mut batches = Vec::new();
+    /// Which (token, choice) pairs, indices into `ids`, go to each of the experts `first..first + experts`.
+    pub(crate) fn by_expert(ids: &[i32], first: usize, experts: usize) -> Self {
+        let local = |id: &i32| usize::try_from(*id).ok()?.checked_sub(first).filter(|&e| e < experts);
+        Self::new(ids.iter().map(local), experts)
+    }
+
+    /// Ranges of owners that have at least one thing, of up to `most` things each where one owner alone has no more.
+    pub(crate) fn batches(&self, most: usize) -> impl Iterator<Item = Range<usize>> {
+        let (starts, owners) = (&*self.starts, self.starts.len() - 1);
         let mut first = 0;
-        while first < experts {
-            let mut end = first + 1;
-            while end < experts && self.starts[end + 1] - self.starts[first] <= most {
-                end += 1;
-            }
-            if self.starts[end] > self.starts[first] {
-                batches.push(first..end);
-            }
-            first = end;
+        let ranges = std::iter::from_fn(move || {
+            let start = first;
+            (start < owners).then(|| {
+                first += 1;
+                while first < owners && starts[first + 1] - starts[start] <= most {
+                    first += 1;
+                }
+                start..first
+            })
+        });
+        ranges.filter(|range| starts[range.end] > starts[range.start])
+    }
+
+    /// Things of a range of owners.
+    pub(crate) fn entries(&self, owners: Range<usize>) -> &[usize] {
+        &self.things[self.starts[owners.start]..self.starts[owners.end]]
+    }
+}
+
+/// Adds to each token the `results` of its entries, `[entries.len(), D]`, in ascending order of experts.
+pub(crate) fn add_results(ctx: Ctx, entries: &[usize], top_k: usize, results: &[f32], dim: usize, acc: &mut [f32]) {
+    let rows_of = Sorted::new(entries.iter().map(|entry| Some(entry / top_k)), acc.len() / dim);
+    for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
+        for &r in rows_of.entries(t..t + 1) {
+            acc.iter_mut().zip(&results[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);
         }
-        batches
-    }
-
-    /// Entries of a range of experts.
-    pub(crate) fn entries(&self, experts: Range<usize>) -> &[usize] {
-        &self.entries[self.starts[experts.start]..self.starts[experts.end]]
-    }
+    });
 }
 
-/// For each token its rows among `entries`, in ascending order of experts.
-pub(crate) fn rows_of_tokens(entries: &[usize], top_k: usize, tokens: usize) -> Vec<Vec<usize>> {
-    let mut rows_of = vec![Vec::new(); tokens];
-    for (r, entry) in entries.iter().enumerate() {
-        rows_of[entry / top_k].push(r);
-    }
-    rows_of
+/// The rows of a batch that belong to one expert; those of several follow one another from 0.
+pub(crate) struct Part<'a, W> {
+    pub(crate) weights: &'a W,
+    pub(crate) rows: Range<usize>,
 }
 
-/// The rows of a batch that belong to one expert.
-struct Part<'a> {
-    weights: ExpertWeights<'a>,
-    rows: Range<usize>,
+/// The parts of a batch that have rows.
+pub(crate) struct Parts<'a, W> {
+    experts: &'a [W],
+    /// Rows `starts[e] - starts[0]..starts[e + 1] - starts[0]` belong to expert `e`.
+    starts: &'a [usize],
+    used: Scratch<usize>,
+}
+
+impl<'a, W> Parts<'a, W> {
+    pub(crate) fn new(experts: &'a [W], starts: &'a [usize]) -> Self {
+        debug_assert_eq!(starts.len(), experts.len() + 1);
+        Self { experts, starts, used: Scratch::collect((0..experts.len()).filter(|&e| starts[e] < starts[e + 1])) }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.used.len()
+    }
+
+    pub(crate) fn get(&self, i: usize) -> Part<'a, W> {
+        let e = self.used[i];
+        let rows = self.starts[e] - self.starts[0]..self.starts[e + 1] - self.starts[0];
+        Part { weights: &self.experts[e], rows }
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Part<'a, W>> + Clone {
+        (0..self.len()).map(|i| self.get(i))
+    }
 }
 
 #[expect(clippy::too_many_arguments, reason = "the second half of `routed_experts`")]
@@ -182,51 +215,45 @@ fn run_batch(
     x: &[f32],
     weights: &[f32],
     entries: &[usize],
-    parts: &[Part],
+    parts: &Parts<ExpertWeights>,
     inner: usize,
     top_k: usize,
     limit: Option<f32>,
     acc: &mut [f32],
 ) {
-    let dim = parts[0].weights.w2.rows();
-    let mut gathered = vec![0.0; entries.len() * dim];
+    let dim = parts.get(0).weights.w2.rows();
+    let mut gathered = Scratch::new(entries.len() * dim);
     for_each_row(ctx.light(entries.len() * dim), &mut gathered, dim, |r, row| {
         let t = entries[r] / top_k;
         row.copy_from_slice(&x[t * dim..(t + 1) * dim]);
     });
-    let mut hidden = vec![0.0; entries.len() * inner];
+    let mut hidden = Scratch::new(entries.len() * inner);
     hidden_rows(ctx, &gathered, parts, inner, limit, |r| weights[entries[r]], &mut hidden);
     // The gathered inputs are no longer needed: their place takes the results.
     let mut results = gathered;
     down_rows(ctx, &hidden, parts, inner, dim, &mut results);
-    let rows_of = rows_of_tokens(entries, top_k, acc.len() / dim);
-    for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
-        for &r in &rows_of[t] {
-            acc.iter_mut().zip(&results[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);
-        }
-    });
+    add_results(ctx, entries, top_k, &results, dim, acc);
 }
 
 /// `hidden[r] = swiglu(w1 · x[r], w3 · x[r]) · factor(r)` with the weights of the part that `r` belongs to.
 fn hidden_rows(
     ctx: Ctx,
     x: &[f32],
-    parts: &[Part],
+    parts: &Parts<ExpertWeights>,
     inner: usize,
     limit: Option<f32>,
     factor: impl Fn(usize) -> f32 + Sync,
     hidden: &mut [f32],
 ) {
-    let mut up = vec![0.0; hidden.len()];
+    let mut up = Scratch::new(hidden.len());
     {
         let (gate, up) = (Disjoint::new(hidden), Disjoint::new(&mut up));
-        let jobs: Vec<Job> = parts
-            .iter()
-            .flat_map(|part| [(part, part.weights.w1, &gate), (part, part.weights.w3, &up)])
-            .map(|(part, w, out)| part.job(x, w, out))
-            .collect();
+        let job = |i: usize| {
+            let part = parts.get(i / 2);
+            if i.is_multiple_of(2) { part.job(x, part.weights.w1, &gate) } else { part.job(x, part.weights.w3, &up) }
+        };
         // SAFETY: parts have disjoint rows, and the two products of a part write to different vectors.
-        unsafe { run_jobs(ctx, &jobs) };
+        unsafe { run_jobs(ctx, 2 * parts.len(), &job) };
     }
     for_each_row(ctx.light(hidden.len()), hidden, inner, |r, gate| {
         swiglu_in_place(ctx.level, gate, &up[r * inner..(r + 1) * inner], limit, factor(r));
@@ -234,15 +261,18 @@ fn hidden_rows(
 }
 
 /// `out[r] = w2 · hidden[r]` with the weights of the part that `r` belongs to.
-fn down_rows(ctx: Ctx, hidden: &[f32], parts: &[Part], inner: usize, dim: usize, out: &mut [f32]) {
+fn down_rows(ctx: Ctx, hidden: &[f32], parts: &Parts<ExpertWeights>, inner: usize, dim: usize, out: &mut [f32]) {
     debug_assert_eq!(hidden.len() * dim, out.len() * inner);
     let out = Disjoint::new(out);
-    let jobs: Vec<Job> = parts.iter().map(|part| part.job(hidden, part.weights.w2, &out)).collect();
+    let job = |i: usize| {
+        let part = parts.get(i);
+        part.job(hidden, part.weights.w2, &out)
+    };
     // SAFETY: parts have disjoint rows.
-    unsafe { run_jobs(ctx, &jobs) };
+    unsafe { run_jobs(ctx, parts.len(), &job) };
 }
 
-impl Part<'_> {
+impl Part<'_, ExpertWeights<'_>> {
     /// `out[r] = w · x[r]` for the rows of this part.
     fn job<'a>(&self, x: &'a [f32], w: &'a StoredTensor, out: &'a Disjoint<'a, f32>) -> Job<'a> {
         Job {

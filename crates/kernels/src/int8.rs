@@ -20,7 +20,6 @@ mod experts;
 mod pack;
 mod scalar;
 
-use std::cell::Cell;
 use std::ops::Range;
 
 pub use channel::{channels_matmul, is_cut};
@@ -29,6 +28,7 @@ pub use pack::Int8Matrix;
 
 use crate::level::dispatch;
 use crate::parallel::{Disjoint, run_in_order, run_tasks};
+use crate::scratch::Scratch;
 use crate::{CpuLevel, Ctx};
 use pack::Strip;
 
@@ -39,7 +39,20 @@ const STRIP: usize = 8;
 /// Rows that pass by while a strip stays in registers: with 4096 columns they fill half of a small L2.
 const ROW_BLOCK: usize = 64;
 
-/// `out[t] = x[t] · wᵀ` with activations rounded to eight bits, for each `(w, out)`: the weights share one rounding of `x`
+/// A weight and where its product goes.
+pub struct Product<'a> {
+    w: &'a Int8Matrix,
+    out: Disjoint<'a, f32>,
+}
+
+impl<'a> Product<'a> {
+    /// - `out` `[T, w.rows()]`
+    pub fn new(w: &'a Int8Matrix, out: &'a mut [f32]) -> Self {
+        Self { w, out: Disjoint::new(out) }
+    }
+}
+
+/// `out[t] = x[t] · wᵀ` with activations rounded to eight bits, for each product: the weights share one rounding of `x`
 /// and one parallel region.
 ///
 /// - `x`   `[T, w.cols()]`
@@ -51,8 +64,8 @@ const ROW_BLOCK: usize = 64;
 /// # Panics
 ///
 /// If the lengths disagree with the shapes above.
-pub fn matmul(ctx: Ctx, x: &[f32], products: &mut [(&Int8Matrix, &mut [f32])]) {
-    let Some((w, out)) = products.first() else { return };
+pub fn matmul(ctx: Ctx, x: &[f32], products: &mut [Product]) {
+    let Some(Product { w, out }) = products.first() else { return };
     let cols = w.cols();
     let rows = out.len().checked_div(w.rows()).or(x.len().checked_div(cols)).unwrap_or(0);
     assert_eq!(x.len(), rows * cols, "x must be [T, {cols}] with T = {rows}");
@@ -77,58 +90,54 @@ pub fn grouped_matmul(ctx: Ctx, x: &[f32], groups: usize, w: &Int8Matrix, out: &
     assert_eq!(x.len(), rows * width, "x must be [T, {width}] with T = {rows}");
     let per_group = outputs / groups;
     assert!(groups == 1 || per_group.is_multiple_of(STRIP), "groups of {per_group} outputs do not fill strips");
-    run_products(ctx, x, rows, groups, &mut [(w, out)]);
+    run_products(ctx, x, rows, groups, &mut [Product::new(w, out)]);
 }
 
 /// The products of `rows` rows of `x` with weights of equal width, cut into pieces of some strips each.
-fn run_products(ctx: Ctx, x: &[f32], rows: usize, groups: usize, products: &mut [(&Int8Matrix, &mut [f32])]) {
-    let cols = products[0].0.cols();
+fn run_products(ctx: Ctx, x: &[f32], rows: usize, groups: usize, products: &mut [Product]) {
+    let cols = products[0].w.cols();
     let width = groups * cols;
-    for (w, out) in &mut *products {
+    for Product { w, out } in &mut *products {
         assert_eq!(w.cols(), cols, "weights of one input must have one width");
         assert_eq!(out.len(), rows * w.rows(), "out must be [T, {}] with T = {rows}", w.rows());
         if width == 0 {
-            out.fill(0.0);
+            // SAFETY: products are borrowed mutably, so nobody else has a piece of this one.
+            unsafe { out.piece(0..out.len()) }.fill(0.0);
         }
     }
     if rows == 0 || width == 0 {
         return;
     }
-    let work: usize = products.iter().map(|(w, _)| w.rows()).sum::<usize>() * rows * cols;
-    let products: Vec<(&Int8Matrix, Disjoint<f32>)> =
-        products.iter_mut().map(|(w, out)| (*w, Disjoint::new(out))).collect();
+    let products = &*products;
+    let work: usize = products.iter().map(|product| product.w.rows()).sum::<usize>() * rows * cols;
     let pieces_of = |w: &Int8Matrix| num_pieces(ctx, w.rows().div_ceil(STRIP), cols, work);
-    let pieces = products.iter().map(|(w, _)| pieces_of(w)).sum();
-    let blocks: Vec<Range<usize>> = row_blocks(0..rows).collect();
-    Scratch::with(|scratch| {
-        let quantized = &mut scratch.x;
-        quantized.fill(ctx, &blocks, groups, cols, |t| &x[t * width..(t + 1) * width]);
-        let quantized = &*quantized;
-        run_in_order(ctx, pieces, |mut piece| {
-            let mut products = products.iter();
-            let (w, out) = loop {
-                let (w, out) = products.next().expect("every piece belongs to a product");
-                match piece.checked_sub(pieces_of(w)) {
-                    Some(rest) => piece = rest,
-                    None => break (w, out),
-                }
-            };
-            let (outputs, per_group) = (w.rows(), w.rows() / groups);
-            let mut sums = [[0.0; STRIP]; ROW_BLOCK];
-            for block in &blocks {
-                for strip in share(outputs.div_ceil(STRIP), pieces_of(w), piece) {
-                    let first = strip * STRIP;
-                    let sums = &mut sums[..block.len()];
-                    multiply(ctx, &w.strip(strip), quantized.block(block.clone(), first / per_group), sums);
-                    let count = STRIP.min(outputs - first);
-                    for (t, sums) in block.clone().zip(&*sums) {
-                        // SAFETY: each strip belongs to one piece, and a strip of a row is written once.
-                        let out = unsafe { out.piece(t * outputs + first..t * outputs + first + count) };
-                        copy_strip(sums, out);
-                    }
+    let pieces = products.iter().map(|product| pieces_of(product.w)).sum();
+    let blocks = Scratch::collect(row_blocks(0..rows));
+    let quantized = Quantized::new(ctx, &blocks, groups, cols, |t| &x[t * width..(t + 1) * width]);
+    run_in_order(ctx, pieces, |mut piece| {
+        let mut products = products.iter();
+        let (w, out) = loop {
+            let Product { w, out } = products.next().expect("every piece belongs to a product");
+            match piece.checked_sub(pieces_of(w)) {
+                Some(rest) => piece = rest,
+                None => break (w, out),
+            }
+        };
+        let (outputs, per_group) = (w.rows(), w.rows() / groups);
+        let mut sums = [[0.0; STRIP]; ROW_BLOCK];
+        for block in &*blocks {
+            for strip in share(outputs.div_ceil(STRIP), pieces_of(w), piece) {
+                let first = strip * STRIP;
+                let sums = &mut sums[..block.len()];
+                multiply(ctx, &w.strip(strip), quantized.block(block.clone(), first / per_group), sums);
+                let count = STRIP.min(outputs - first);
+                for (t, sums) in block.clone().zip(&*sums) {
+                    // SAFETY: each strip belongs to one piece, and a strip of a row is written once.
+                    let out = unsafe { out.piece(t * outputs + first..t * outputs + first + count) };
+                    copy_strip(sums, out);
                 }
             }
-        });
+        }
     });
 }
 
@@ -160,7 +169,7 @@ fn share(n: usize, parts: usize, part: usize) -> Range<usize> {
     n * part / parts..n * (part + 1) / parts
 }
 
-fn row_blocks(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+fn row_blocks(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> + Clone {
     rows.clone().step_by(ROW_BLOCK).map(move |first| first..(first + ROW_BLOCK).min(rows.end))
 }
 
@@ -171,49 +180,17 @@ fn multiply(ctx: Ctx, w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
     dispatch!(ctx.level, scalar::multiply(w, x, sums), avx2::multiply(w, x, sums));
 }
 
-/// Buffers of a thread that calls products; kept, so that no call of a step allocates them.
-#[derive(Default)]
-struct Scratch {
-    x: Quantized,
-    /// Of experts: hidden rows, the same rounded, and results before they are added up.
-    hidden: Vec<f32>,
-    hidden_rounded: Quantized,
-    results: Vec<f32>,
-}
-
-thread_local! {
-    static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
-}
-
-impl Scratch {
-    /// Runs `body` with this thread's buffers; a call inside of a call makes its own.
-    fn with(body: impl FnOnce(&mut Self)) {
-        let mut scratch = SCRATCH.take().unwrap_or_default();
-        body(&mut scratch);
-        SCRATCH.set(Some(scratch));
-    }
-}
-
-/// The first `len` elements, whatever they hold.
-fn at_least<T: Clone + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
-    if buffer.len() < len {
-        buffer.resize(len, T::default());
-    }
-    &mut buffer[..len]
-}
-
 /// Rows rounded to eight bits. Rows come in blocks of up to `ROW_BLOCK`; in a block the order is `[group][row]`, so that
 /// rows which meet the same weights lie side by side.
-#[derive(Default)]
 struct Quantized {
     /// Groups of a section.
     groups: usize,
     sections: usize,
     /// `[32]` per group and row, columns in the order of [`pack::ORDER`].
-    codes: Vec<[i8; GROUP]>,
-    scales: Vec<f32>,
+    codes: Scratch<[i8; GROUP]>,
+    scales: Scratch<f32>,
     /// Minus twelve times the sum of the codes: what the offset of fp4 codes adds too much.
-    zeros: Vec<i32>,
+    zeros: Scratch<i32>,
 }
 
 /// A block of rows in one section.
@@ -233,21 +210,21 @@ impl XBlock<'_> {
 
 impl Quantized {
     /// Rounds the rows of `blocks`, which follow one another from 0; row `t` is `row(t)`, `sections` times `cols` numbers.
-    fn fill<'a>(
-        &mut self,
+    fn new<'a>(
         ctx: Ctx,
         blocks: &[Range<usize>],
         sections: usize,
         cols: usize,
         row: impl Fn(usize) -> &'a [f32] + Sync,
-    ) {
+    ) -> Self {
         let groups = cols.div_ceil(GROUP);
         let rows = blocks.last().map_or(0, |block| block.end);
         let n = rows * sections * groups;
-        (self.groups, self.sections) = (groups, sections);
-        let codes = Disjoint::new(at_least(&mut self.codes, n));
-        let scales = Disjoint::new(at_least(&mut self.scales, n));
-        let zeros = Disjoint::new(at_least(&mut self.zeros, n));
+        let mut rounded =
+            Self { groups, sections, codes: Scratch::new(n), scales: Scratch::new(n), zeros: Scratch::new(n) };
+        let codes = Disjoint::new(&mut rounded.codes);
+        let scales = Disjoint::new(&mut rounded.scales);
+        let zeros = Disjoint::new(&mut rounded.zeros);
         run_tasks(ctx.light(rows * sections * cols), blocks.len(), |i| {
             let block = &blocks[i];
             let place = block.start * sections * groups..block.end * sections * groups;
@@ -266,6 +243,7 @@ impl Quantized {
                 }
             }
         });
+        rounded
     }
 
     fn block(&self, rows: Range<usize>, section: usize) -> XBlock<'_> {

@@ -1,5 +1,7 @@
 //! CPU levels: which instructions a kernel may use. Detected once, when the program runs.
 
+use std::str::FromStr;
+
 /// Of the bits that kernels give. Kept prefixes outlive the build that computed them, and one that gives other bits must not
 /// go on from them. So whoever changes the order of a sum or a rounding, in any class, raises this number;
 /// `crates/engine/tests/it/revision.rs` notices.
@@ -69,6 +71,17 @@ impl CpuLevel {
     /// reached on a CPU that cannot run it.
     pub(crate) fn assert_available(self) {
         assert!(self.is_available(), "{self:?} is not available on this CPU");
+    }
+}
+
+impl FromStr for CpuLevel {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|level| level.name() == text)
+            .ok_or_else(|| format!("unknown CPU level `{text}`: expected `scalar`, `avx2` or `avx512`"))
     }
 }
 

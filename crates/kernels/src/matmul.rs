@@ -20,6 +20,7 @@ use troika_base::StoredTensor;
 use crate::formats::Matrix;
 use crate::level::dispatch;
 use crate::parallel::{Disjoint, run_tasks};
+use crate::scratch::Scratch;
 use crate::{CpuLevel, Ctx};
 
 /// Columns of a block: the length of one chain of multiply-adds.
@@ -60,7 +61,7 @@ pub(crate) fn matmul_any(ctx: Ctx, x: &[f32], w: Matrix, out: &mut [f32]) {
     let out = Disjoint::new(out);
     let job = Job { x, x_stride: w.cols(), rows, w, w_rows: 0..outputs, out: &out, out_start: 0, out_stride: outputs };
     // SAFETY: one job whose `[rows, outputs]` are exactly `out`.
-    unsafe { run_jobs(ctx, &[job]) };
+    unsafe { run_jobs(ctx, 1, &|_| job.clone()) };
 }
 
 /// Block-diagonal product: `out[t, g·r .. (g+1)·r] = x[t, g·K .. (g+1)·K] · w[g·r .. (g+1)·r]ᵀ` for each group `g`.
@@ -83,20 +84,19 @@ pub fn grouped_matmul(ctx: Ctx, x: &[f32], groups: usize, w: &StoredTensor, out:
     }
     let per_group = outputs / groups;
     let out = Disjoint::new(out);
-    let jobs: Vec<Job> = (0..groups)
-        .map(|g| Job {
-            x: &x[g * w.cols()..],
-            x_stride: width,
-            rows,
-            w: Matrix::stored(w),
-            w_rows: g * per_group..(g + 1) * per_group,
-            out: &out,
-            out_start: g * per_group,
-            out_stride: outputs,
-        })
-        .collect();
+    let matrix = Matrix::stored(w);
+    let job = |g: usize| Job {
+        x: &x[g * w.cols()..],
+        x_stride: width,
+        rows,
+        w: matrix,
+        w_rows: g * per_group..(g + 1) * per_group,
+        out: &out,
+        out_start: g * per_group,
+        out_stride: outputs,
+    };
     // SAFETY: the groups' columns of `out` do not overlap.
-    unsafe { run_jobs(ctx, &jobs) };
+    unsafe { run_jobs(ctx, groups, &job) };
 }
 
 /// Rows of a product, from the lengths of its operands.
@@ -108,6 +108,7 @@ fn num_rows(x: usize, x_width: usize, out: usize, out_width: usize) -> usize {
 }
 
 /// One product of a batch: `out = x · w[w_rows]ᵀ`.
+#[derive(Clone)]
 pub(crate) struct Job<'a> {
     /// From the first column of the first row on.
     pub(crate) x: &'a [f32],
@@ -124,6 +125,11 @@ pub(crate) struct Job<'a> {
 }
 
 impl Job<'_> {
+    /// Multiply-adds.
+    fn work(&self) -> usize {
+        self.rows * self.w_rows.len() * self.w.cols()
+    }
+
     fn check(&self) {
         let cols = self.w.cols();
         assert!(self.w_rows.start <= self.w_rows.end && self.w_rows.end <= self.w.rows(), "no such weight rows");
@@ -148,7 +154,8 @@ impl Job<'_> {
 }
 
 /// One task: some outputs of some rows of a job.
-struct Tile {
+#[derive(Clone, Default)]
+pub(crate) struct Tile {
     job: usize,
     rows: Range<usize>,
     outputs: Range<usize>,
@@ -157,58 +164,49 @@ struct Tile {
 /// Multiply-adds below which more tasks cost more than they save.
 const SMALL: usize = 1 << 16;
 
-/// Runs all products, cut into tasks over outputs (and over rows where there are few outputs).
+/// Runs the products `job(0..jobs)`, cut into tasks over outputs (and over rows where there are few outputs).
 ///
 /// # Safety
 ///
-/// The outputs of different jobs must not overlap.
-pub(crate) unsafe fn run_jobs(ctx: Ctx, jobs: &[Job]) {
-    jobs.iter().for_each(Job::check);
+/// `job` must give the same product for the same number, and the outputs of different ones must not overlap.
+pub(crate) unsafe fn run_jobs<'a>(ctx: Ctx, jobs: usize, job: &(dyn Fn(usize) -> Job<'a> + Sync)) {
+    (0..jobs).for_each(|j| job(j).check());
     ctx.level.assert_available();
-    let tiles = tiles(ctx.par.threads(), jobs);
+    let total: usize = (0..jobs).map(|j| job(j).work()).sum();
+    // A few tasks for each thread, so that a slow one can be made up for.
+    let wanted = if ctx.par.threads() <= 1 || total <= SMALL { 1 } else { 8 * ctx.par.threads() };
+    let tiles = Scratch::collect((0..jobs).flat_map(|j| tiles(j, &job(j), wanted, total)));
     run_tasks(ctx, tiles.len(), |i| {
         let tile = &tiles[i];
         // SAFETY: tiles of one job have disjoint outputs, different jobs too (caller), and each tile runs once.
-        unsafe { run_tile(ctx.level, &jobs[tile.job], tile) }
+        unsafe { run_tile(ctx.level, &job(tile.job), tile) }
     });
 }
 
-fn tiles(threads: usize, jobs: &[Job]) -> Vec<Tile> {
-    let work = |job: &Job| job.rows * job.w_rows.len() * job.w.cols();
-    let total: usize = jobs.iter().map(work).sum();
-    // A few tasks for each thread, so that a slow one can be made up for.
-    let wanted = if threads <= 1 || total <= SMALL { 1 } else { 8 * threads };
-    let mut tiles = Vec::new();
-    for (j, job) in jobs.iter().enumerate() {
-        let outputs = job.w_rows.len();
-        if job.rows == 0 || outputs == 0 {
-            continue;
-        }
-        let share = (work(job) * wanted).div_ceil(total.max(1)).max(1);
-        let strips = outputs.div_ceil(STRIP);
-        // Full groups of strips if there are enough of them.
-        let unit = if strips >= share * STRIPS { STRIPS } else { 1 };
-        let strips_each = strips.div_ceil(share).next_multiple_of(unit);
-        let column_tasks = strips.div_ceil(strips_each);
-        // Decoding is repeated for each block of rows, so blocks stay large.
-        let row_tasks = share.div_ceil(column_tasks).min(job.rows.div_ceil(96)).max(1);
-        let rows_each = job.rows.div_ceil(row_tasks).next_multiple_of(TILE_ROWS);
-        for first in (0..job.rows).step_by(rows_each) {
-            for strip in (0..strips).step_by(strips_each) {
-                tiles.push(Tile {
-                    job: j,
-                    rows: first..(first + rows_each).min(job.rows),
-                    outputs: strip * STRIP..((strip + strips_each) * STRIP).min(outputs),
-                });
-            }
-        }
-    }
-    tiles
+/// The tiles of job `index`, whose share of `wanted` is that of its work in `total`.
+fn tiles(index: usize, job: &Job, wanted: usize, total: usize) -> impl Iterator<Item = Tile> + Clone + use<> {
+    let (rows, outputs) = (job.rows, job.w_rows.len());
+    let share = (job.work() * wanted).div_ceil(total.max(1)).max(1);
+    let strips = outputs.div_ceil(STRIP);
+    // Full groups of strips if there are enough of them.
+    let unit = if strips >= share * STRIPS { STRIPS } else { 1 };
+    let strips_each = strips.div_ceil(share).next_multiple_of(unit).max(1);
+    let column_tasks = strips.div_ceil(strips_each).max(1);
+    // Decoding is repeated for each block of rows, so blocks stay large.
+    let row_tasks = share.div_ceil(column_tasks).min(rows.div_ceil(96)).max(1);
+    let rows_each = rows.div_ceil(row_tasks).next_multiple_of(TILE_ROWS).max(1);
+    (0..rows).step_by(rows_each).flat_map(move |first| {
+        (0..strips).step_by(strips_each).map(move |strip| Tile {
+            job: index,
+            rows: first..(first + rows_each).min(rows),
+            outputs: strip * STRIP..((strip + strips_each) * STRIP).min(outputs),
+        })
+    })
 }
 
 /// Buffers of one thread.
 #[derive(Default)]
-struct Scratch {
+struct Buffers {
     /// `[STRIPS][BLOCK][STRIP]`; with few rows of `x` decoded rows `[2·STRIP][BLOCK]` instead.
     panel: Vec<f32>,
     /// Decoded rows before they are transposed, `[8][BLOCK]`.
@@ -218,20 +216,20 @@ struct Scratch {
 }
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static BUFFERS: RefCell<Buffers> = RefCell::default();
 }
 
 /// # Safety
 ///
 /// Nothing else may touch the outputs of the tile meanwhile.
 unsafe fn run_tile(level: CpuLevel, job: &Job, tile: &Tile) {
-    SCRATCH.with_borrow_mut(|scratch| {
-        scratch.panel.resize(STRIPS * BLOCK * STRIP, 0.0);
-        scratch.decoded.resize(8 * BLOCK, 0.0);
+    BUFFERS.with_borrow_mut(|buffers| {
+        buffers.panel.resize(STRIPS * BLOCK * STRIP, 0.0);
+        buffers.decoded.resize(8 * BLOCK, 0.0);
         for first in tile.rows.clone().step_by(ROW_BLOCK) {
             let rows = first..(first + ROW_BLOCK).min(tile.rows.end);
             // SAFETY: the caller's promise, for a part of the tile.
-            unsafe { run_row_block(level, job, rows, tile.outputs.clone(), scratch) };
+            unsafe { run_row_block(level, job, rows, tile.outputs.clone(), buffers) };
         }
     });
 }
@@ -239,7 +237,7 @@ unsafe fn run_tile(level: CpuLevel, job: &Job, tile: &Tile) {
 /// # Safety
 ///
 /// Nothing else may touch these outputs meanwhile.
-unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs: Range<usize>, scratch: &mut Scratch) {
+unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs: Range<usize>, buffers: &mut Buffers) {
     let cols = job.w.cols();
     if cols == 0 {
         for t in rows {
@@ -255,7 +253,7 @@ unsafe fn run_row_block(level: CpuLevel, job: &Job, rows: Range<usize>, outputs:
         let Range { start, end } = outputs;
         (start..end).step_by(width).map(move |first| first..(first + width).min(end))
     };
-    let Scratch { panel, decoded, packed } = scratch;
+    let Buffers { panel, decoded, packed } = buffers;
     // Weights are read row by row, all columns of a few rows after another: that is how memory likes it. Only where `x`
     // is too large to be packed at once, all rows of a block of columns come first.
     if rows.len() <= FEW_ROWS {

@@ -2,8 +2,11 @@
 //! After the first steps no kernel allocates; `tests/it/allocations.rs` counts.
 
 use std::cell::RefCell;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::thread::LocalKey;
+
+use crate::int8::GROUP;
+use crate::matmul::Tile;
 
 /// `len` numbers of this thread. They hold whatever the last user left: write before reading.
 pub(crate) struct Scratch<T: Keep> {
@@ -15,7 +18,7 @@ pub(crate) struct Scratch<T: Keep> {
 type Kept<T> = RefCell<Vec<Vec<T>>>;
 
 /// A type of which threads keep vectors.
-pub(crate) trait Keep: Copy + Default + 'static {
+pub(crate) trait Keep: Clone + Default + 'static {
     fn kept() -> &'static LocalKey<Kept<Self>>;
 }
 
@@ -31,7 +34,7 @@ macro_rules! keep {
         }
     )*};
 }
-keep!(f32, u32, (f32, f32));
+keep!(f32, u32, i32, usize, (f32, f32), [i8; GROUP], Range<usize>, Tile);
 
 impl<T: Keep> Scratch<T> {
     pub(crate) fn new(len: usize) -> Self {
@@ -45,6 +48,13 @@ impl<T: Keep> Scratch<T> {
             buffer.resize(len, T::default());
         }
         Self { buffer, len }
+    }
+
+    /// The items, which are counted first.
+    pub(crate) fn collect(items: impl Iterator<Item = T> + Clone) -> Self {
+        let mut list = Self::new(items.clone().count());
+        list.iter_mut().zip(items).for_each(|(place, item)| *place = item);
+        list
     }
 }
 

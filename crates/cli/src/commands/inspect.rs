@@ -83,17 +83,18 @@ impl Memory {
     fn foresee(args: &Args) -> Result<Self> {
         let checkpoint = Checkpoint::open(&args.dir, &map_file)?;
         let weights = WeightTable::build(&checkpoint, ScaleCheck::Skip)?;
+        let threads = match args.threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            threads => threads.into(),
+        };
         let settings = MemorySettings {
             class: args.class,
             chunk_tokens: args.chunk as usize,
             sequences: args.running as usize,
             tokens: args.tokens as usize,
+            threads,
         };
         let model = ModelMemory::foresee(&checkpoint.config().model, &weights, &settings);
-        let threads = match args.threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            threads => threads.into(),
-        };
         // A model without a tokenizer can be inspected, though not served.
         let tokenizer = std::fs::metadata(args.dir.join("tokenizer.json")).map_or(0, |metadata| metadata.len());
         let tokenizer_bytes = tokenizer * Self::TOKENIZER_FACTOR;

@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::process::Stdio;
 
+use troika_device::cpu::CpuLevel;
 use troika_testkit::golden::Golden;
 use troika_testkit::{assert_close, oracle_dir};
 
@@ -68,6 +69,7 @@ fn wrong_input_gets_a_clear_error() {
     troika(&["run", "x", "--model", &model, "--temperature", "-1"]).fails(1, &["temperature"]);
     troika(&["run", "x", "--model", &model, "--stop", ""]).fails(1, &["--stop"]);
     troika(&["run", "x", "--model", &model, "--class", "quick"]).fails(2, &["exact", "official", "fast"]);
+    troika(&["run", "x", "--model", &model, "--cpu-level", "sse2"]).fails(2, &["`sse2`", "scalar", "avx512"]);
     troika(&["eval", "/no/such/file", "--model", &model]).fails(1, &["/no/such/file"]);
     let latin1 = scratch.write("latin1.txt", b"caf\xe9");
     troika(&["eval", &latin1, "--model", &model]).fails(1, &["latin1.txt", "UTF-8"]);
@@ -195,6 +197,14 @@ fn reports_are_json_with_the_promised_keys() {
     ];
     troika(&args).ok();
     let bench: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).expect("written")).expect("JSON");
+    assert_eq!(bench["cpu_level"], CpuLevel::best().name());
+    let scalar =
+        ["bench", "--model", &model, "--prompt-lengths", "4", "--generate", "2", "--rounds", "1", "--json", "-"];
+    let scalar = troika(&[&scalar[..], &["--cpu-level", "scalar"]].concat()).ok().json();
+    assert_eq!(
+        (&scalar["cpu_level"], scalar["device"].as_str().map(|name| name.ends_with("Scalar"))),
+        (&"scalar".into(), Some(true))
+    );
     let results = bench["results"].as_array().expect("a list");
     assert_eq!(results.len(), 2);
     for (row, tokens) in results.iter().zip([20, 40]) {

@@ -5,5 +5,7 @@ mod clients;
 mod commands;
 mod diagnosis;
 mod hybrid;
+#[cfg(target_os = "linux")]
+mod memory;
 mod serving;
 mod support;

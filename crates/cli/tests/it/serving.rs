@@ -53,6 +53,10 @@ impl Server {
         self.log.take().expect("only once").join().expect("readable")
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     pub(crate) fn connect(&self) -> TcpStream {
         TcpStream::connect(&self.address).expect("the server listens")
     }

@@ -7,7 +7,7 @@ use troika_graph::op::{
 };
 use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, ValueId, WeightRef};
 use troika_kernels as kernels;
-use troika_kernels::int8::{self, Int8Expert};
+use troika_kernels::int8::{self, Int8Expert, Product};
 use troika_kernels::{Ctx, ExpertWeights, HcParams, RouteParams, RowList, Visible};
 
 use super::weights::{CpuWeights, Experts, Weight};
@@ -146,7 +146,7 @@ impl Call<'_> {
             let out = &mut out[..self.run.len(*output)];
             match self.weights.matrix(weight) {
                 Weight::Float(w) => kernels::matmul(self.ctx, x, w, out),
-                Weight::Int8(w) => integer.push((w, out)),
+                Weight::Int8(w) => integer.push(Product::new(w, out)),
             }
         }
         int8::matmul(self.ctx, x, &mut integer);

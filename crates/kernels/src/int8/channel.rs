@@ -3,9 +3,10 @@
 
 use std::ops::Range;
 
-use super::{Int8Matrix, ROW_BLOCK, STRIP, Scratch, copy_strip, multiply, num_pieces, row_blocks, share};
+use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, num_pieces, row_blocks, share};
 use crate::Ctx;
 use crate::parallel::{Disjoint, run_in_order};
+use crate::scratch::Scratch;
 
 /// True if a product of `outputs` channels may be cut before `channel`.
 pub fn is_cut(channel: usize, outputs: usize) -> bool {
@@ -46,31 +47,27 @@ pub fn channels_matmul(
     if rows == 0 || channels.is_empty() {
         return;
     }
-    let blocks: Vec<Range<usize>> = row_blocks(0..rows).collect();
+    let blocks = Scratch::collect(row_blocks(0..rows));
     let each = channels.len().div_ceil(STRIP);
     let strips = groups * each;
     let pieces = num_pieces(ctx, strips, w.cols(), groups * channels.len() * rows * w.cols());
     let out: Vec<Disjoint<f32>> = out.iter_mut().map(|piece| Disjoint::new(piece)).collect();
-    Scratch::with(|scratch| {
-        let quantized = &mut scratch.x;
-        quantized.fill(ctx, &blocks, groups, w.cols(), |t| &x[t * width..(t + 1) * width]);
-        let quantized = &*quantized;
-        run_in_order(ctx, pieces, |piece| {
-            let mut sums = [[0.0; STRIP]; ROW_BLOCK];
-            for block in &blocks {
-                for strip in share(strips, pieces, piece) {
-                    let (group, first) = (strip / each, strip % each * STRIP);
-                    let sums = &mut sums[..block.len()];
-                    let of_matrix = w.strip((group * per_group + channels.start + first) / STRIP);
-                    multiply(ctx, &of_matrix, quantized.block(block.clone(), group), sums);
-                    let count = STRIP.min(channels.len() - first);
-                    for (t, sums) in block.clone().zip(&*sums) {
-                        // SAFETY: each strip of a group belongs to one piece, and a strip of a row is written once.
-                        let out = unsafe { out[t * groups + group].piece(first..first + count) };
-                        copy_strip(sums, out);
-                    }
+    let quantized = Quantized::new(ctx, &blocks, groups, w.cols(), |t| &x[t * width..(t + 1) * width]);
+    run_in_order(ctx, pieces, |piece| {
+        let mut sums = [[0.0; STRIP]; ROW_BLOCK];
+        for block in &*blocks {
+            for strip in share(strips, pieces, piece) {
+                let (group, first) = (strip / each, strip % each * STRIP);
+                let sums = &mut sums[..block.len()];
+                let of_matrix = w.strip((group * per_group + channels.start + first) / STRIP);
+                multiply(ctx, &of_matrix, quantized.block(block.clone(), group), sums);
+                let count = STRIP.min(channels.len() - first);
+                for (t, sums) in block.clone().zip(&*sums) {
+                    // SAFETY: each strip of a group belongs to one piece, and a strip of a row is written once.
+                    let out = unsafe { out[t * groups + group].piece(first..first + count) };
+                    copy_strip(sums, out);
                 }
             }
-        });
+        }
     });
 }

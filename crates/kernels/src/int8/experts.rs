@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use super::{Int8Matrix, ROW_BLOCK, STRIP, Scratch, at_least, copy_strip, multiply, num_pieces, row_blocks, share};
+use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, num_pieces, row_blocks, share};
 use crate::Ctx;
-use crate::experts::{Routes, hidden_width, rows_of_tokens};
-use crate::parallel::{Disjoint, for_each_row, run_in_order, run_tasks};
+use crate::experts::{Part, Parts, Sorted, add_results, hidden_width};
+use crate::parallel::{Disjoint, run_in_order, run_tasks};
+use crate::scratch::Scratch;
 use crate::swiglu::swiglu_in_place;
 
 /// Weights of one expert: `expert(x) = w2 · swiglu(w1 · x, w3 · x)`.
@@ -39,9 +40,10 @@ pub fn shared_expert(ctx: Ctx, x: &[f32], w: &Int8Expert, limit: Option<f32>, ou
     let dim = w.w2.rows();
     assert_eq!(x.len(), out.len(), "x and out must be [T, {dim}]");
     let rows = out.len().checked_div(dim).unwrap_or(0);
-    let parts = [Part { weights: *w, rows: 0..rows }];
+    let starts = [0, rows];
+    let parts = Parts::new(std::slice::from_ref(w), &starts);
     let (inner, row) = (w.check(dim), |t: usize| &x[t * dim..(t + 1) * dim]);
-    Scratch::with(|scratch| run_parts(ctx, scratch, &parts, inner, dim, limit, row, |_| 1.0, out));
+    run_parts(ctx, &parts, inner, dim, limit, row, |_| 1.0, out);
 }
 
 /// Adds `weight · expert(x)` of the experts `first..first + experts.len()` to the tokens routed to them, experts in
@@ -82,52 +84,38 @@ pub fn routed_experts(
     let inner = expert.check(dim);
     experts.iter().for_each(|expert| assert_eq!(expert.check(dim), inner, "experts must have one shape"));
 
-    let routes = Routes::new(ids, top_k, first, experts.len());
+    let routes = Sorted::by_expert(ids, first, experts.len());
     for batch in routes.batches(BATCH) {
         let entries = routes.entries(batch.clone());
-        let start = routes.starts[batch.start];
-        let parts: Vec<Part> = batch
-            .map(|e| Part { weights: experts[e], rows: routes.starts[e] - start..routes.starts[e + 1] - start })
-            .filter(|part| !part.rows.is_empty())
-            .collect();
+        let parts = Parts::new(&experts[batch.clone()], &routes.starts[batch.start..=batch.end]);
         let row = |r: usize| {
             let t = entries[r] / top_k;
             &x[t * dim..(t + 1) * dim]
         };
-        Scratch::with(|scratch| {
-            let mut results = std::mem::take(&mut scratch.results);
-            let results_of = at_least(&mut results, entries.len() * dim);
-            run_parts(ctx, scratch, &parts, inner, dim, limit, row, |r| weights[entries[r]], results_of);
-            let rows_of = rows_of_tokens(entries, top_k, tokens);
-            for_each_row(ctx.light(entries.len() * dim), acc, dim, |t, acc| {
-                for &r in &rows_of[t] {
-                    acc.iter_mut().zip(&results_of[r * dim..(r + 1) * dim]).for_each(|(acc, y)| *acc += y);
-                }
-            });
-            scratch.results = results;
-        });
+        let mut results = Scratch::new(entries.len() * dim);
+        run_parts(ctx, &parts, inner, dim, limit, row, |r| weights[entries[r]], &mut results);
+        add_results(ctx, entries, top_k, &results, dim, acc);
     }
-}
-
-/// The rows that belong to one expert; those of several follow one another from 0.
-struct Part<'a> {
-    weights: Int8Expert<'a>,
-    rows: Range<usize>,
 }
 
 /// Calls `body(part, strips)` for pieces of all parts. One part streams as any product does; several lie apart in memory,
 /// so there threads take large pieces as they come.
-fn for_pieces(ctx: Ctx, parts: &[Part], outputs: usize, cols: usize, body: impl Fn(&Part, Range<usize>) + Sync) {
-    let strips = outputs.div_ceil(STRIP);
+fn for_pieces<'a>(
+    ctx: Ctx,
+    parts: &Parts<Int8Expert<'a>>,
+    outputs: usize,
+    cols: usize,
+    body: impl Fn(Part<Int8Expert<'a>>, Range<usize>) + Sync,
+) {
+    let (count, strips) = (parts.len(), outputs.div_ceil(STRIP));
     let rows: usize = parts.iter().map(|part| part.rows.len()).sum();
-    let all = num_pieces(ctx, strips * parts.len(), cols, rows * outputs * cols);
-    match parts {
-        [part] => run_in_order(ctx, all, |i| body(part, share(strips, all, i))),
-        _ => {
-            // Few parts are cut more finely than many.
-            let each = all.min(8 * ctx.par.threads()).div_ceil(parts.len()).clamp(1, strips.max(1));
-            run_tasks(ctx, each * parts.len(), |i| body(&parts[i / each], share(strips, each, i % each)));
-        }
+    let all = num_pieces(ctx, strips * count, cols, rows * outputs * cols);
+    if count == 1 {
+        run_in_order(ctx, all, |i| body(parts.get(0), share(strips, all, i)));
+    } else {
+        // Few parts are cut more finely than many.
+        let each = all.min(8 * ctx.par.threads()).div_ceil(count).clamp(1, strips.max(1));
+        run_tasks(ctx, each * count, |i| body(parts.get(i / each), share(strips, each, i % each)));
     }
 }
 
@@ -135,8 +123,7 @@ fn for_pieces(ctx: Ctx, parts: &[Part], outputs: usize, cols: usize, body: impl 
 #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
 fn run_parts<'a>(
     ctx: Ctx,
-    scratch: &mut Scratch,
-    parts: &[Part],
+    parts: &Parts<Int8Expert>,
     inner: usize,
     dim: usize,
     limit: Option<f32>,
@@ -144,19 +131,18 @@ fn run_parts<'a>(
     factor: impl Fn(usize) -> f32 + Sync,
     out: &mut [f32],
 ) {
-    let blocks: Vec<Range<usize>> = parts.iter().flat_map(|part| row_blocks(part.rows.clone())).collect();
-    let rows = parts.last().map_or(0, |part| part.rows.end);
+    let blocks = Scratch::collect(parts.iter().flat_map(|part| row_blocks(part.rows)));
+    let rows = blocks.last().map_or(0, |block| block.end);
     if rows == 0 || dim == 0 {
         return;
     }
-    let Scratch { x, hidden, hidden_rounded, .. } = scratch;
-    x.fill(ctx, &blocks, 1, dim, row);
-    let (x, hidden) = (&*x, at_least(hidden, rows * inner));
+    let x = Quantized::new(ctx, &blocks, 1, dim, row);
+    let mut hidden = Scratch::new(rows * inner);
     {
-        let hidden = Disjoint::new(hidden);
+        let hidden = Disjoint::new(&mut hidden);
         for_pieces(ctx, parts, inner, 2 * dim, |Part { weights, rows }, strips| {
             let (mut gate, mut up) = ([[0.0; STRIP]; ROW_BLOCK], [[0.0; STRIP]; ROW_BLOCK]);
-            for block in row_blocks(rows.clone()) {
+            for block in row_blocks(rows) {
                 let (gate, up) = (&mut gate[..block.len()], &mut up[..block.len()]);
                 for strip in strips.clone() {
                     let x = x.block(block.clone(), 0);
@@ -174,12 +160,11 @@ fn run_parts<'a>(
             }
         });
     }
-    hidden_rounded.fill(ctx, &blocks, 1, inner, |r| &hidden[r * inner..(r + 1) * inner]);
-    let x = &*hidden_rounded;
+    let x = Quantized::new(ctx, &blocks, 1, inner, |r| &hidden[r * inner..(r + 1) * inner]);
     let out = Disjoint::new(out);
     for_pieces(ctx, parts, dim, inner, |Part { weights, rows }, strips| {
         let mut sums = [[0.0; STRIP]; ROW_BLOCK];
-        for block in row_blocks(rows.clone()) {
+        for block in row_blocks(rows) {
             for strip in strips.clone() {
                 let sums = &mut sums[..block.len()];
                 multiply(ctx, &weights.w2.strip(strip), x.block(block.clone(), 0), sums);

@@ -192,3 +192,25 @@ fn round_group(x: &[f32; GROUP], scale: u16, mut put: impl FnMut(usize, i8)) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use troika_base::SharedBytes;
+
+    use super::*;
+
+    #[test]
+    fn packing_allocates_what_was_foreseen() {
+        for (rows, cols) in [(1, 1), (8, 32), (9, 33), (40, 100), (0, 5)] {
+            let numbers = SharedBytes::new(vec![0u8; 4 * rows * cols]);
+            let parts = [numbers, SharedBytes::empty(), SharedBytes::empty()];
+            let w = StoredTensor::new(Format::F32, rows, cols, parts).expect("the parts fit");
+            let Form::Packed { codes, scales } = Int8Matrix::pack(Ctx::serial(), &w).form else {
+                panic!("packing packs");
+            };
+            let bytes =
+                codes.capacity() * size_of_val(&[0i8; STRIP * GROUP]) + scales.capacity() * size_of_val(&[0u16; STRIP]);
+            assert_eq!(bytes as u64, Int8Matrix::packed_bytes(rows, cols), "{rows} x {cols}");
+        }
+    }
+}

@@ -3,10 +3,13 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use troika_base::Format;
+use troika_base::storage::ScaleFormat;
+use troika_base::{Format, StoredTensor};
+use troika_kernels::int8::{self, Int8Expert, Int8Matrix, Product};
 use troika_kernels::{
-    Ctx, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, attend, embed, hc_head, hc_mix, hc_post, hc_pre,
-    index_scores, index_topk, pool, rms_norm, rms_norm_in_place, rope, rope_row, route, stream_mean, swiglu,
+    Ctx, ExpertWeights, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, attend, embed, grouped_matmul,
+    hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk, matmul, pool, rms_norm, rms_norm_in_place, rope,
+    rope_row, route, routed_experts, shared_expert, stream_mean, swiglu,
 };
 
 use crate::support::{Noise, serial_contexts, tensor};
@@ -35,7 +38,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// One step of `t` tokens through every kernel but the matrix products.
+/// One step of `t` tokens through every kernel.
 fn step(ctx: Ctx, t: usize, operands: &Operands, buffers: &mut Buffers) {
     let (o, b) = (operands, buffers);
     let (s, d) = (STREAMS, DIM);
@@ -87,6 +90,25 @@ fn step(ctx: Ctx, t: usize, operands: &Operands, buffers: &mut Buffers) {
     };
     let (experts, weights) = (&mut b.experts[..t * 3], &mut b.weights[..t * 3]);
     route(ctx, &route_params, &row[..t * EXPERTS], &o.tokens[..t], experts, weights);
+    for (w, packed) in o.products.iter().zip(&o.packed) {
+        matmul(ctx, row, w, other);
+        grouped_matmul(ctx, streams, s, &o.grouped, &mut b.scores_of_tokens[..t * s * GROUP_OUTPUTS]);
+        int8::matmul(ctx, row, &mut [Product::new(packed, other), Product::new(packed, &mut streams[..t * d])]);
+    }
+    int8::grouped_matmul(ctx, streams, s, &o.grouped_packed, &mut b.scores_of_tokens[..t * s * GROUP_OUTPUTS]);
+    let [w1, w2, w3] = &o.experts[0];
+    shared_expert(ctx, row, &ExpertWeights { w1, w2, w3 }, Some(10.0), other);
+    let [w1, w2, w3] = &o.experts_packed[0];
+    int8::shared_expert(ctx, row, &Int8Expert { w1, w2, w3 }, Some(10.0), other);
+    let of = |e: usize| ExpertWeights { w1: &o.experts[e][0], w2: &o.experts[e][1], w3: &o.experts[e][2] };
+    let all: [ExpertWeights; EXPERTS] = std::array::from_fn(of);
+    routed_experts(ctx, row, experts, weights, 3, 0, &all, Some(10.0), other);
+    let of = |e: usize| {
+        let [w1, w2, w3] = &o.experts_packed[e];
+        Int8Expert { w1, w2, w3 }
+    };
+    let all: [Int8Expert; EXPERTS] = std::array::from_fn(of);
+    int8::routed_experts(ctx, row, experts, weights, 3, 0, &all, Some(10.0), other);
 }
 
 const STREAMS: usize = 4;
@@ -94,15 +116,24 @@ const DIM: usize = 160;
 const HEADS: usize = 10;
 const WIDTH: usize = DIM / HEADS;
 const EXPERTS: usize = 9;
+const INNER: usize = 96;
+const GROUP_OUTPUTS: usize = 16;
 const TOKENS: usize = 70;
 
 struct Operands {
     numbers: Vec<f32>,
-    table: troika_base::StoredTensor,
+    table: StoredTensor,
     tokens: Vec<i32>,
     positions: Vec<i64>,
     freqs: Vec<f64>,
     keys: Vec<std::sync::Arc<Vec<f32>>>,
+    /// `[DIM, DIM]` in several formats, and the same for integer products.
+    products: Vec<StoredTensor>,
+    packed: Vec<Int8Matrix>,
+    grouped: StoredTensor,
+    grouped_packed: Int8Matrix,
+    experts: Vec<[StoredTensor; 3]>,
+    experts_packed: Vec<[Int8Matrix; 3]>,
 }
 
 struct Buffers {
@@ -112,6 +143,7 @@ struct Buffers {
     mix: Vec<f32>,
     pre: Vec<f32>,
     scores: Vec<f32>,
+    scores_of_tokens: Vec<f32>,
     weights: Vec<f32>,
     ids: Vec<i32>,
     experts: Vec<i32>,
@@ -120,7 +152,22 @@ struct Buffers {
 #[test]
 fn a_warm_step_allocates_nothing() {
     let mut noise = Noise::new(5);
+    let packed = |w: &StoredTensor| Int8Matrix::refer(w).unwrap_or_else(|| Int8Matrix::pack(Ctx::serial(), w));
+    let affine = Format::Affine { bits: 4, group: 32, scale: ScaleFormat::Bf16 };
+    let fp8 = Format::Fp8Tile { scale: ScaleFormat::E8m0 };
+    let products: Vec<StoredTensor> =
+        [Format::Bf16, Format::Mxfp4, fp8, affine].map(|format| tensor(&mut noise, format, DIM, DIM)).into();
+    let grouped = tensor(&mut noise, fp8, STREAMS * GROUP_OUTPUTS, DIM);
+    let shapes = [(INNER, DIM), (DIM, INNER), (INNER, DIM)];
+    let experts: Vec<[StoredTensor; 3]> =
+        (0..EXPERTS).map(|_| shapes.map(|(n, k)| tensor(&mut noise, Format::Mxfp4, n, k))).collect();
     let operands = Operands {
+        packed: products.iter().map(packed).collect(),
+        products,
+        grouped_packed: packed(&grouped),
+        grouped,
+        experts_packed: experts.iter().map(|weights| weights.each_ref().map(packed)).collect(),
+        experts,
         numbers: noise.numbers((2 + STREAMS) * STREAMS * STREAMS * DIM),
         table: tensor(&mut noise, Format::Bf16, 11, DIM),
         tokens: (0..TOKENS).map(|_| noise.below(11) as i32).collect(),
@@ -135,6 +182,7 @@ fn a_warm_step_allocates_nothing() {
         mix: vec![0.0; TOKENS * (STREAMS + STREAMS * STREAMS)],
         pre: vec![0.0; TOKENS * STREAMS],
         scores: vec![0.0; 100],
+        scores_of_tokens: vec![0.0; TOKENS * STREAMS * GROUP_OUTPUTS],
         weights: vec![0.0; TOKENS * 3],
         ids: vec![0; TOKENS * 16],
         experts: vec![0; TOKENS * 3],

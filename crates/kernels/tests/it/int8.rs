@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 use troika_base::{Format, StoredTensor};
-use troika_kernels::int8::{Int8Expert, Int8Matrix, grouped_matmul, matmul, routed_experts, shared_expert};
+use troika_kernels::int8::{Int8Expert, Int8Matrix, Product, grouped_matmul, matmul, routed_experts, shared_expert};
 use troika_kernels::{CpuLevel, Ctx, Serial, reference, to_f32};
 
 use crate::support::{EPS, Noise, Threads, fit_cols, formats, roundings, same_bits, stored, tensor, within};
@@ -88,7 +88,7 @@ proptest! {
             };
             for level in CpuLevel::available() {
                 let mut got = vec![f32::NAN; t * n];
-                matmul(Ctx { level, par: &Serial }, &x, &mut [(&w, &mut got)]);
+                matmul(Ctx { level, par: &Serial }, &x, &mut [Product::new(&w, &mut got)]);
                 within(&got, &want, |i| sizes[i] * chain(level, w.cols()))
                     .map_err(|e| TestCaseError::fail(format!("{level:?} {format}: {e}")))?;
                 within(&got, &exact, |i| sizes[i] * chain(level, w.cols()) + rounding(i))
@@ -194,7 +194,7 @@ proptest! {
             shared_expert(ctx, x, &experts[0], Some(2.5), &mut one);
             let outs = products.each_ref().map(|w| {
                 let mut out = vec![f32::NAN; rows.len() * n];
-                matmul(ctx, x, &mut [(w, &mut out)]);
+                matmul(ctx, x, &mut [Product::new(w, &mut out)]);
                 out
             });
             let row = |r: usize| {
@@ -235,7 +235,7 @@ fn what_is_not_finite_stays_in_its_row() {
         x[6 * 320..7 * 320].fill(1e-35);
         for level in CpuLevel::available() {
             let mut out = vec![0.0; 8 * 20];
-            matmul(Ctx { level, par: &Serial }, &x, &mut [(&w, &mut out)]);
+            matmul(Ctx { level, par: &Serial }, &x, &mut [Product::new(&w, &mut out)]);
             for (t, row) in out.chunks(20).enumerate() {
                 match t {
                     3 | 5 => assert!(row.iter().all(|x| x.is_nan())),
@@ -262,7 +262,7 @@ fn every_scale_of_fp4() {
         x[g * 32..(g + 1) * 32].fill(127.0);
         for level in CpuLevel::available() {
             let mut out = vec![0.0; rows];
-            matmul(Ctx { level, par: &Serial }, &x, &mut [(&w, &mut out)]);
+            matmul(Ctx { level, par: &Serial }, &x, &mut [Product::new(&w, &mut out)]);
             for (row, out) in out.iter().enumerate() {
                 let sum: f32 = weights[row * groups * 32 + g * 32..][..32].iter().sum();
                 let want = 127.0 * sum;

@@ -53,6 +53,7 @@ pub(crate) struct Args {
 struct Report {
     model: String,
     device: String,
+    cpu_level: &'static str,
     rounds: u32,
     chunk: u32,
     generate: u32,
@@ -183,6 +184,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let report = Report {
         model: model.name,
         device: runner.device_description().to_owned(),
+        cpu_level: args.model.cpu_level().name(),
         rounds: args.rounds,
         chunk: args.chunk,
         generate: args.generate,
