@@ -45,7 +45,7 @@ class Troika:
         return report["results"][0]
 
     def command(self, prompt, generate, rounds, threads):
-        return [self.args.troika, "bench", "--model", self.args.model, "--threads", str(threads), "--rounds", str(rounds),
+        return [self.args.troika, "bench", "in-process", "--model", self.args.model, "--threads", str(threads), "--rounds", str(rounds),
                 "--prompt-lengths", str(prompt), "--generate", str(generate), "--json", "-",
                 *level_of(self.args)]
 

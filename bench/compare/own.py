@@ -24,7 +24,7 @@ def level_of(args):
 
 
 def bench(args, lengths, generate, rounds):
-    command = [args.troika, "bench", "--model", args.model, "--threads", str(args.threads), "--rounds", str(rounds),
+    command = [args.troika, "bench", "in-process", "--model", args.model, "--threads", str(args.threads), "--rounds", str(rounds),
                "--prompt-lengths", ",".join(map(str, lengths)), "--generate", str(generate), "--json", "-",
                *level_of(args)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout

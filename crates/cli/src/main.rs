@@ -2,6 +2,7 @@
 
 mod builtin;
 mod commands;
+mod hybrid;
 mod memory;
 mod model_source;
 mod progress;
@@ -36,6 +37,8 @@ enum Command {
     Logits(commands::logits::Args),
     Inspect(commands::inspect::Args),
     Explain(commands::explain::Args),
+    Devices(commands::devices::Args),
+    Plan(commands::plan::Args),
     Synth(commands::synth::Args),
     Cache(commands::cache::Args),
 }
@@ -60,6 +63,8 @@ fn main() -> ExitCode {
         Command::Logits(args) => commands::logits::run(&args),
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Explain(args) => commands::explain::run(&args),
+        Command::Devices(args) => commands::devices::run(&args),
+        Command::Plan(args) => commands::plan::run(&args),
         Command::Synth(args) => commands::synth::run(&args),
         Command::Cache(args) => commands::cache::run(&args),
     };

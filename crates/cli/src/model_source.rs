@@ -11,10 +11,11 @@ use sha2::{Digest, Sha256};
 use troika_base::NumericClass;
 use troika_device::cpu::CpuLevel;
 use troika_device::map_file;
-use troika_engine::{Runner, RunnerOptions};
+use troika_engine::{Engines, Record, Runner, RunnerOptions, Stage, plan_engines};
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
+use crate::hybrid::{HybridArgs, Wish};
 use crate::{builtin, progress};
 
 /// Which model, and how it is computed.
@@ -74,6 +75,11 @@ enum Files {
 }
 
 impl ModelArgs {
+    /// The checkpoint in `model`, or nano, for whoever only wants to look at it.
+    pub(crate) fn of(model: Option<PathBuf>, class: NumericClass) -> Self {
+        Self { model, class: Some(class), threads: 0, pin_threads: false, cpu_level: None }
+    }
+
     /// Opens the checkpoint and checks every weight. The tokenizer is not asked for yet.
     pub(crate) fn open(&self) -> Result<OpenModel> {
         match &self.model {
@@ -132,6 +138,31 @@ impl OpenModel {
         let runner = Runner::new(self.config.model.clone(), self.facts.clone(), &self.weights, options)?;
         spinner.finish_and_clear();
         Ok(runner)
+    }
+
+    /// As [`Self::runner`], with the neural engines that the command line names.
+    pub(crate) fn hybrid_runner(&self, mut options: RunnerOptions, hybrid: &HybridArgs) -> Result<Runner> {
+        let Some(wish) = hybrid.wish()? else { return self.runner(options) };
+        if options.cpu.threads == 0 {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            options.cpu.threads = cores.saturating_sub(wish.cores).max(1);
+        }
+        let spinner = progress::spinner(format!("loading {}", self.name));
+        let mut show = |stage: Stage, done: usize, total: usize| {
+            spinner.set_message(format!("{} projections: {done} of {total}", stage.name()));
+        };
+        let engines = Engines { backend: wish.backend, options: wish.options, progress: &mut show };
+        let (config, facts) = (self.config.model.clone(), self.facts.clone());
+        let runner = Runner::with_engines(config, facts, &self.weights, options, Some(engines))?;
+        spinner.finish_and_clear();
+        hybrid.check_available(&runner.feature())?;
+        Ok(runner)
+    }
+
+    /// What engines would do of the model's projections.
+    pub(crate) fn plan_engines(&self, wish: &Wish) -> Vec<Record> {
+        let (config, facts) = (self.config.model.clone(), self.facts.clone());
+        plan_engines(config, facts, &self.weights, &*wish.backend, &wish.options)
     }
 
     /// Bytes of the weights' files.

@@ -21,6 +21,11 @@ pub(crate) fn tokens(message: &'static str, total: u64) -> ProgressBar {
     bar(total, "{msg} {wide_bar} {pos}/{len} tokens {per_sec} {eta}").with_message(message)
 }
 
+/// Steps of something that says what it does.
+pub(crate) fn steps(total: u64) -> ProgressBar {
+    bar(total, "{msg} {wide_bar} {pos}/{len} {eta}")
+}
+
 /// Work of unknown length.
 pub(crate) fn spinner(message: String) -> ProgressBar {
     let spinner = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr()).with_message(message);

@@ -1,15 +1,20 @@
-//! The [`Device`] trait and its implementations: `cpu` today, neural engines and GPUs later.
+//! The [`Device`] trait and its implementations: `cpu` and fixed-shape neural engines today, GPUs later.
 //!
 //! Must not know models or the scheduler: a device gets nodes of a step graph and does them. Read [`Device`], then
-//! [`run`] for what a running step is made of, [`state`] for the memory of sequences, [`cpu`] for the primary device.
+//! [`run`] for what a running step is made of, [`state`] for the memory of sequences, [`cpu`] for the primary device, [`npu`]
+//! for neural engines.
 
 #![warn(missing_docs)]
 
 pub mod cpu;
 mod mapped;
+pub mod npu;
 pub mod run;
+#[expect(unsafe_code, reason = "devices that share an operation write one value at the same time")]
+mod slot;
 pub mod state;
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Instant;
@@ -18,7 +23,9 @@ use troika_base::StepId;
 use troika_graph::{NodeId, WeightKey, WeightSource};
 
 pub use mapped::map_file;
+use npu::Procedure;
 pub use run::StepRun;
+pub use slot::{Columns, Output, ReadSlot, WriteColumns, WriteSlot};
 pub use state::{SequenceState, StateShape};
 
 /// What kind of engine a device is.
@@ -26,6 +33,8 @@ pub use state::{SequenceState, StateShape};
 pub enum DeviceKind {
     /// General-purpose cores.
     Cpu,
+    /// A fixed-shape neural engine.
+    Npu,
 }
 
 /// What a device is and can do.
@@ -57,10 +66,23 @@ pub struct Work {
     pub run: Arc<StepRun>,
     /// Which nodes, at least one; each one's predecessors are done, or come earlier on the same device.
     pub nodes: Vec<NodeId>,
+    /// What to do of the one node of this work, if several devices share it; its predecessors are done.
+    pub part: Option<Part>,
     /// How soon.
     pub priority: Priority,
     /// Where to report.
     pub done: Sender<Report>,
+}
+
+/// What one device does of a node that several share: a procedure on some of its rows.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Its number among the parts of the node; comes back with the report.
+    pub id: u32,
+    /// Which weights and output channels.
+    pub procedure: Arc<Procedure>,
+    /// Which rows of the step; on an engine at most a tile of them.
+    pub rows: Range<usize>,
 }
 
 /// What became of a piece of work.
@@ -70,9 +92,11 @@ pub struct Report {
     pub step: StepId,
     /// The nodes of the work.
     pub nodes: Vec<NodeId>,
+    /// The number of the part, if it was one.
+    pub part: Option<u32>,
     /// Time of each node that was done, in their order, nanoseconds.
     pub elapsed_ns: Vec<u64>,
-    /// What went wrong with the node after those, for people; the step's values are then worthless.
+    /// What went wrong with the node after those, for people; what it should have written is then worthless.
     pub failure: Option<String>,
 }
 
@@ -94,6 +118,14 @@ pub enum DeviceError {
         /// How many were asked for.
         threads: usize,
         /// What the system said.
+        reason: String,
+    },
+    /// It does not do such work.
+    #[error("device {name} {reason}")]
+    Refused {
+        /// Which.
+        name: String,
+        /// What it said.
         reason: String,
     },
     /// The device has stopped.
@@ -121,7 +153,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     ///
-    /// If the device has stopped; nothing is queued then.
+    /// If the device has stopped, or does no such work; nothing is queued then.
     fn submit(&self, work: Work) -> Result<(), DeviceError>;
 
     /// Lends the caller's thread to a device that computes on cores: it does queued nodes until `pause` says so, which is

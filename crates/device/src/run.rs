@@ -3,19 +3,20 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use troika_base::StepId;
-use troika_graph::{Element, StepGraph, StepRows, ValueId};
+use troika_graph::{Element, StepGraph, StepRows, Value, ValueId};
 
+use crate::slot::{Columns, ReadSlot, Slot, WriteColumns, WriteSlot};
 use crate::state::SequenceState;
 
 /// Memory of one slot.
 #[derive(Debug)]
 enum Buffer {
-    F32(RwLock<Vec<f32>>),
+    F32(Slot),
     I32(RwLock<Vec<i32>>),
 }
 
-/// A step in flight. Devices read and write its values through the locks of their slots; the memory plan and the
-/// predecessors of each node see to it that nobody ever waits for one.
+/// A step in flight. Devices claim its values to read and write them; the memory plan and the predecessors of each node see
+/// to it that no two claims meet.
 #[derive(Debug)]
 pub struct StepRun {
     id: StepId,
@@ -90,7 +91,7 @@ impl StepRun {
         assert_eq!(rows.logit_rows.len(), graph.num_logit_rows(), "the template is for another number of logit rows");
         assert_eq!(rows.segments.len(), states.len(), "one state per segment");
         let buffers = graph.memory().slots().iter().map(|slot| match slot.element {
-            Element::F32 => Buffer::F32(RwLock::new(BufferPool::take(&pool.f32s, slot.elements))),
+            Element::F32 => Buffer::F32(Slot::new(BufferPool::take(&pool.f32s, slot.elements))),
             Element::I32 => Buffer::I32(RwLock::new(BufferPool::take(&pool.i32s, slot.elements))),
         });
         let buffers = buffers.collect();
@@ -127,20 +128,30 @@ impl StepRun {
     ///
     /// # Panics
     ///
-    /// If the value holds integers.
-    pub fn read_f32(&self, value: ValueId) -> RwLockReadGuard<'_, Vec<f32>> {
-        let Buffer::F32(buffer) = self.buffer(value) else { panic!("{value:?} holds integers") };
-        buffer.read().unwrap_or_else(PoisonError::into_inner)
+    /// If the value holds integers, or somebody writes it.
+    pub fn read_f32(&self, value: ValueId) -> ReadSlot<'_> {
+        self.slot(value).read()
     }
 
     /// As [`Self::read_f32`], for writing.
     ///
     /// # Panics
     ///
-    /// If the value holds integers.
-    pub fn write_f32(&self, value: ValueId) -> RwLockWriteGuard<'_, Vec<f32>> {
-        let Buffer::F32(buffer) = self.buffer(value) else { panic!("{value:?} holds integers") };
-        buffer.write().unwrap_or_else(PoisonError::into_inner)
+    /// If the value holds integers, or somebody uses it.
+    pub fn write_f32(&self, value: ValueId) -> WriteSlot<'_> {
+        self.slot(value).write()
+    }
+
+    /// Some columns of some rows of a value, whose other parts others may write meanwhile.
+    ///
+    /// # Panics
+    ///
+    /// If the value holds integers, does not have the columns, or somebody uses a part of them.
+    pub fn write_columns(&self, value: ValueId, columns: Columns) -> WriteColumns<'_> {
+        let Value { rows, cols, .. } = self.graph.value(value);
+        assert!(columns.rows.end <= rows, "{columns:?} of {rows} rows");
+        assert_eq!(columns.groups * columns.per_group, cols, "columns of the value that {columns:?} belong to");
+        self.slot(value).columns(columns)
     }
 
     /// As [`Self::read_f32`], for integers.
@@ -183,13 +194,18 @@ impl StepRun {
         for buffer in self.buffers {
             match buffer {
                 Buffer::F32(buffer) => {
-                    BufferPool::give(&pool.f32s, buffer.into_inner().unwrap_or_else(PoisonError::into_inner));
+                    BufferPool::give(&pool.f32s, buffer.into_numbers());
                 }
                 Buffer::I32(buffer) => {
                     BufferPool::give(&pool.i32s, buffer.into_inner().unwrap_or_else(PoisonError::into_inner));
                 }
             }
         }
+    }
+
+    fn slot(&self, value: ValueId) -> &Slot {
+        let Buffer::F32(slot) = self.buffer(value) else { panic!("{value:?} holds integers") };
+        slot
     }
 
     fn buffer(&self, value: ValueId) -> &Buffer {

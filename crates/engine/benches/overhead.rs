@@ -15,7 +15,7 @@ use troika_device::{Device, Priority, SequenceState, StateShape, StepRun, Work, 
 use troika_engine::{Runner, RunnerOptions, StepRunner};
 use troika_graph::{Acceptance, NodeId, Segment, StepRows};
 use troika_model::{Checkpoint, Emitter, ScaleCheck, StepSignature, WeightTable};
-use troika_runtime::{Executor, Plan, Step, Template};
+use troika_runtime::{Executor, Lane, Plan, Step, Template};
 
 const CLASS: NumericClass = NumericClass::Fast;
 const PROMPT: usize = 512;
@@ -61,12 +61,12 @@ impl Bench {
     /// Median microseconds of steps of `rows` tokens, through the executor and in a straight line. Decode steps follow a
     /// prompt; each prefill step is a new sequence.
     fn measure(&self, rows: usize, rounds: usize) -> [f64; 2] {
-        let mut executor = Executor::new(vec![Arc::clone(&self.device) as Arc<dyn Device>], Plan::Primary);
+        let mut executor = Executor::new(vec![Arc::clone(&self.device) as Arc<dyn Device>], Plan::primary());
         let template = |rows| {
             let select = self.emitter.needs_selection(PROMPT + DECODE_ROUNDS);
             let (draft_context, debug_blocks) = (false, None);
             let signature = StepSignature { rows, logit_rows: 1, select, class: CLASS, draft_context, debug_blocks };
-            executor.template(self.emitter.trunk(&signature))
+            executor.template(self.emitter.trunk(&signature), Lane::Prefill)
         };
         let (prompt, template) = (template(PROMPT), template(rows));
         let pool = BufferPool::default();
@@ -102,7 +102,7 @@ impl Bench {
         let run = Arc::new(StepRun::new(StepId(0), Arc::clone(graph), rows, states, pool));
         let nodes = (0..graph.nodes().len() as u32).map(NodeId).collect();
         let (done, reports) = channel();
-        let work = Work { run: Arc::clone(&run), nodes, priority: Priority::Decode, done };
+        let work = Work { run: Arc::clone(&run), nodes, part: None, priority: Priority::Decode, done };
         self.device.submit(work).expect("it takes work");
         assert!(self.device.drive(&mut |_| false), "there is work");
         assert_eq!(reports.recv().expect("it reports").failure, None);

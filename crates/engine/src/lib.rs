@@ -15,5 +15,8 @@ pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
 pub use memory::{MemorySettings, ModelMemory};
-pub use runner::{Chunk, Draft, Forward, Runner, RunnerError, RunnerOptions, WantLogits};
+pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};
+// What callers say about neural engines, and hear of them.
+pub use troika_runtime::prepare::{Record, Stage};
+pub use troika_runtime::{DeviceId, FeatureState, HybridOptions, Ledger, Operations, Placement};

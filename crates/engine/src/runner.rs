@@ -6,14 +6,19 @@ use std::time::{Duration, Instant};
 
 use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
-use troika_base::{NumericClass, SequenceId};
-use troika_device::cpu::{CpuDevice, CpuOptions};
+use troika_base::{NumericClass, SequenceId, StoredTensor};
+use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
+use troika_device::npu::NpuBackend;
 use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
-use troika_graph::{Acceptance, Scope, Segment, StepRows, WeightSource};
+use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
 use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
-use troika_runtime::{Executor, ExecutorError, FinishedStep, Ledger, Plan, Priority, Step, Template, Ticket};
+use troika_runtime::prepare::{Record, Stage, dry_run};
+use troika_runtime::{
+    DeviceId, Executor, ExecutorError, FeatureState, FinishedStep, HybridOptions, Lane, Ledger, Plan, Prepared,
+    Priority, Span, Step, Template, Ticket, prepare,
+};
 
 /// Settings of a [`Runner`].
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +38,16 @@ impl RunnerOptions {
     pub fn new(class: NumericClass) -> Self {
         Self { class, cpu: CpuOptions::default(), draft_context: false, debug: false }
     }
+}
+
+/// Neural engines that are to take part in prefill.
+pub struct Engines<'a> {
+    /// Which.
+    pub backend: Arc<dyn NpuBackend>,
+    /// In what.
+    pub options: HybridOptions,
+    /// Hears of each stage of the preparation how many of how many projections are done.
+    pub progress: &'a mut dyn FnMut(Stage, usize, usize),
 }
 
 /// Why a forward pass was refused or failed.
@@ -112,6 +127,8 @@ pub struct Forward {
     run: StepRun,
     /// What it did.
     pub ledger: Ledger,
+    /// When each node ran; empty unless [`Runner::keep_spans`] asked for it.
+    pub spans: Vec<Span>,
     /// From submission to the last node.
     pub elapsed: Duration,
     vocab_size: usize,
@@ -168,13 +185,15 @@ pub struct Runner {
     shape: StateShape,
     sequences: BTreeMap<SequenceId, Arc<SequenceState>>,
     next_sequence: u64,
-    templates: Vec<(StepSignature, Arc<Template>)>,
+    templates: Vec<((StepSignature, Lane), Arc<Template>)>,
     /// The drafter's block, once it was asked for.
     draft_template: Option<Arc<Template>>,
     /// Chunks of the steps in flight.
     pending: BTreeMap<Ticket, Pending>,
     /// Sequences with a `Partial` chunk that is not yet committed, from its submission on.
     uncommitted: BTreeSet<SequenceId>,
+    /// What was found out about projections when engines were prepared.
+    records: Vec<Record>,
 }
 
 #[derive(Debug)]
@@ -196,6 +215,22 @@ impl Runner {
         weights: &dyn WeightSource,
         options: RunnerOptions,
     ) -> Result<Self, RunnerError> {
+        Self::with_engines(config, facts, weights, options, None)
+    }
+
+    /// As [`Self::new`], with neural engines that take part in prefill. What they cannot do, the primary device does:
+    /// [`Self::feature`] says why.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::new`].
+    pub fn with_engines(
+        config: ModelConfig,
+        facts: ModelFacts,
+        weights: &dyn WeightSource,
+        options: RunnerOptions,
+        engines: Option<Engines<'_>>,
+    ) -> Result<Self, RunnerError> {
         let has_csa = (0..config.num_hidden_layers).any(|layer| config.layer_kind(layer) == LayerKind::Csa);
         if options.class == NumericClass::Official && has_csa && !config.index_head_dim.is_power_of_two() {
             return Err(RunnerError::IndexWidth { index_head_dim: config.index_head_dim });
@@ -203,11 +238,13 @@ impl Runner {
         let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
         device.load(weights)?;
         let shape = state_shape(&config, &facts);
-        let primary: Arc<dyn Device> = Arc::clone(&device) as Arc<dyn Device>;
+        let emitter = Emitter::new(config, facts);
+        let (executor, records) = start_executor(&device, &emitter, weights, options.class, engines);
         Ok(Self {
-            emitter: Emitter::new(config, facts),
+            emitter,
             options,
-            executor: Executor::new(vec![primary], Plan::Primary),
+            executor,
+            records,
             device,
             shape,
             sequences: BTreeMap::new(),
@@ -232,6 +269,21 @@ impl Runner {
     /// The primary device, for people.
     pub fn device_description(&self) -> &str {
         &self.device.capabilities().description
+    }
+
+    /// Whether neural engines really take part in prefill.
+    pub fn feature(&self) -> FeatureState {
+        self.executor.feature().state()
+    }
+
+    /// What was found out about each projection when engines were prepared; empty if none were wished for.
+    pub fn records(&self) -> &[Record] {
+        &self.records
+    }
+
+    /// The executor: its plan, its devices, what failed.
+    pub fn executor(&self) -> &Executor {
+        &self.executor
     }
 
     /// Counts of all steps so far.
@@ -301,7 +353,9 @@ impl Runner {
     /// If other steps are in flight, whose results nobody would see: use [`Self::submit`] and [`Self::next_done`] then.
     pub fn forward(&mut self, chunks: &[Chunk<'_>]) -> Result<Forward, RunnerError> {
         assert!(self.pending.is_empty(), "`forward` needs an idle runner");
-        self.submit(chunks, Priority::Prefill)?;
+        // One token of each sequence is a decode step, as the scheduler has it.
+        let decodes = chunks.iter().all(|chunk| chunk.tokens.len() == 1);
+        self.submit(chunks, if decodes { Priority::Decode } else { Priority::Prefill })?;
         Ok(self.next_done()?.1)
     }
 
@@ -339,7 +393,12 @@ impl Runner {
         if rows.tokens.is_empty() {
             return Err(RunnerError::Empty);
         }
-        let template = self.template(&rows);
+        let lane = match priority {
+            _ if chunks.iter().any(|chunk| chunk.acceptance == Acceptance::Partial) => Lane::Verify,
+            Priority::Decode => Lane::Decode,
+            Priority::Prefill => Lane::Prefill,
+        };
+        let template = self.template(&rows, lane);
         let partial = chunks.iter().filter(|chunk| chunk.acceptance == Acceptance::Partial);
         self.uncommitted.extend(partial.map(|chunk| chunk.sequence));
         let chunks = chunks.iter().map(|c| (c.sequence, c.tokens.len(), c.acceptance)).collect();
@@ -392,6 +451,7 @@ impl Runner {
         let forward = Forward {
             run: finished.run,
             ledger: finished.ledger,
+            spans: finished.spans,
             elapsed: finished.elapsed,
             vocab_size: self.config().vocab_size,
             logit_rows: pending.logit_rows,
@@ -415,6 +475,11 @@ impl Runner {
         state.roll_back();
         self.uncommitted.remove(&sequence);
         Ok(())
+    }
+
+    /// From now on, steps say when each of their nodes ran, or no longer do.
+    pub fn keep_spans(&mut self, keep: bool) {
+        self.executor.keep_spans(keep);
     }
 
     /// Takes back the memory of a pass that nobody reads any more.
@@ -448,7 +513,7 @@ impl Runner {
         let segment = Segment { sequence, row: 0, rows, position, acceptance: Acceptance::Whole };
         let rows = StepRows { tokens, segments: vec![segment], logit_rows: (0..rows).collect() };
         let (emitter, options, executor) = (&self.emitter, &self.options, &self.executor);
-        let emit = || executor.template(emitter.draft(options.class, options.debug));
+        let emit = || executor.template(emitter.draft(options.class, options.debug), Lane::Decode);
         let template = Arc::clone(self.draft_template.get_or_insert_with(emit));
         let ticket = self.executor.submit(Step { template, rows, states: vec![state], priority: Priority::Decode })?;
         // The block writes no state, so nothing is committed.
@@ -482,7 +547,7 @@ impl Runner {
         chunks.filter(|(other, ..)| *other == sequence).map(|(_, rows, _)| rows).sum()
     }
 
-    fn template(&mut self, rows: &StepRows) -> Arc<Template> {
+    fn template(&mut self, rows: &StepRows, lane: Lane) -> Arc<Template> {
         let signature = StepSignature {
             rows: rows.num_rows(),
             logit_rows: rows.logit_rows.len(),
@@ -492,16 +557,27 @@ impl Runner {
             draft_context: self.options.draft_context && self.facts().num_stages > 0,
             debug_blocks: self.options.debug.then(|| rows.max_context() / 4),
         };
-        if let Some(index) = self.templates.iter().position(|(other, _)| *other == signature) {
+        let key = (signature, lane);
+        if let Some(index) = self.templates.iter().position(|(other, _)| *other == key) {
             // The one used last is at the end.
             self.templates[index..].rotate_left(1);
         } else {
             if self.templates.len() == MAX_TEMPLATES {
                 self.templates.remove(0);
             }
-            self.templates.push((signature, self.executor.template(self.emitter.trunk(&signature))));
+            self.templates.push((key, self.executor.template(self.emitter.trunk(&signature), lane)));
         }
         Arc::clone(&self.templates.last().expect("found or pushed").1)
+    }
+}
+
+impl Runner {
+    /// Name of the arithmetic of prompts: the class of the primary device, and the plan's digest if engines take part.
+    pub fn numeric_class(&self) -> String {
+        match self.executor.plan().digest() {
+            "" => self.options.class.to_string(),
+            digest => format!("{}+hybrid:{digest}", self.options.class),
+        }
     }
 }
 
@@ -511,8 +587,7 @@ impl StepRunner for Runner {
     }
 
     fn arithmetic(&self) -> String {
-        // Rows that another arithmetic left behind are not ours to go on from.
-        format!("{}/{}", self.options.class, self.options.cpu.level.arithmetic())
+        format!("{} {} {REVISION}", self.numeric_class(), self.options.cpu.level.arithmetic())
     }
 
     fn packing(&self) -> Packing {
@@ -566,11 +641,58 @@ impl StepRunner for Runner {
         Ok(done.map(|(ticket, forward)| {
             let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
             let elapsed_us = forward.elapsed.as_micros() as u64;
-            let longest_node_us = forward.ledger.total().longest_ns / 1000;
+            let longest_node_us = forward.ledger.device_total(DeviceId::PRIMARY).longest_ns / 1000;
             self.recycle(forward);
             StepResult { ticket, logits, elapsed_us, longest_node_us }
         }))
     }
+}
+
+/// What engines would do, without touching a weight.
+pub fn plan_engines(
+    config: ModelConfig,
+    facts: ModelFacts,
+    weights: &dyn WeightSource,
+    backend: &dyn NpuBackend,
+    options: &HybridOptions,
+) -> Vec<Record> {
+    let graph = tile_graph(&Emitter::new(config, facts), NumericClass::Fast, options.tile);
+    dry_run(&graph, weights, backend.limits(), options)
+}
+
+/// A prefill step of one tile with every projection there is.
+fn tile_graph(emitter: &Emitter, class: NumericClass, tile: usize) -> StepGraph {
+    let (rows, debug_blocks) = (tile.max(1), None);
+    emitter.trunk(&StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks })
+}
+
+/// The executor of the primary device and of what engines there are.
+fn start_executor(
+    primary: &Arc<CpuDevice>,
+    emitter: &Emitter,
+    weights: &dyn WeightSource,
+    class: NumericClass,
+    engines: Option<Engines<'_>>,
+) -> (Executor, Vec<Record>) {
+    let pack = |tensor: &StoredTensor| primary.pack_channels(tensor);
+    let primary: Arc<dyn Device> = Arc::clone(primary) as Arc<dyn Device>;
+    let Some(Engines { backend, options, progress }) = engines else {
+        return (Executor::new(vec![primary], Plan::primary()), Vec::new());
+    };
+    let graph = tile_graph(emitter, class, options.tile);
+    let Prepared { devices, plan, records, resident_bytes, unavailable } =
+        prepare(&graph, weights, class, &backend, &options, &pack, progress);
+    let engines = devices.into_iter().map(|device| device as Arc<dyn Device>);
+    let (tile, digest, projections) = (plan.tile(), plan.digest().to_owned(), plan.projections().len());
+    let mut executor = Executor::new(std::iter::once(primary).chain(engines).collect(), plan);
+    match unavailable {
+        Some(reason) => {
+            tracing::warn!(reason, "engines take no part");
+            executor.set_unavailable(reason);
+        }
+        None => tracing::info!(tile, digest, projections, resident_bytes, "engines take part in prefill"),
+    }
+    (executor, records)
 }
 
 /// Bytes of the values of a step of `rows` rows, of which `logit_rows` want logits.

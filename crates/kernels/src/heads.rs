@@ -18,7 +18,7 @@ use crate::level::dispatch;
 /// Heads of a panel; the last one has 8 if that is enough.
 pub(crate) const LANES: usize = 16;
 /// Channels of a chain.
-const CHAIN: usize = 256;
+pub(crate) const CHAIN: usize = 256;
 
 /// Heads with those added that fill up the last panel.
 pub(crate) fn padded(heads: usize) -> usize {

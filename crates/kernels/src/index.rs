@@ -18,7 +18,7 @@ const BLOCK: usize = 60;
 /// Queries of a task, which read a block of keys one after another.
 const QUERIES: usize = 4;
 /// Keys of a task where there are too few queries for the threads.
-const SPAN: usize = 480;
+const SPAN: usize = 240;
 
 /// The indexer of a layer.
 #[derive(Clone, Copy, Debug)]
@@ -187,17 +187,19 @@ pub fn top_k(scores: &[f32], ids: &mut [i32]) {
     if k == 0 {
         return;
     }
-    let mut ranks = Scratch::new(n);
+    let (mut ranks, mut sorted) = (Scratch::new(n), Scratch::new(n));
     ranks.iter_mut().zip(scores).for_each(|(rank, score)| *rank = sortable(*score));
-    let (_, &mut last, better) = ranks.select_nth_unstable(n - k);
+    sorted.copy_from_slice(&ranks);
+    let (_, &mut last, better) = sorted.select_nth_unstable(n - k);
     let mut equal = k - better.iter().filter(|rank| **rank > last).count();
-    let mut places = ids.iter_mut();
-    for (i, score) in scores.iter().enumerate() {
-        let rank = sortable(*score);
-        if rank > last || (rank == last && equal > 0) {
-            equal -= usize::from(rank == last);
-            *places.next().expect("as many as there are places") = i as i32;
-        }
+    let mut place = 0;
+    for (i, &rank) in ranks.iter().enumerate() {
+        // No branch on the rank, which nobody can predict: what is not taken is overwritten by the next.
+        let Some(id) = ids.get_mut(place) else { break };
+        *id = i as i32;
+        let tie = usize::from(rank == last) & usize::from(equal > 0);
+        place += usize::from(rank > last) | tie;
+        equal -= tie;
     }
 }
 

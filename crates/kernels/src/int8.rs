@@ -11,16 +11,18 @@
 //! | any other float format | -127..=127 per output and 32 columns, packed by [`Int8Matrix::pack`] | half a step: 1/254 of the largest of the 32 |
 //!
 //! A strip of eight outputs by 32 columns stays in eight registers while all rows of a block pass by: weights are
-//! unpacked once per block of rows. `pack.rs` has the layouts, `experts.rs` the feed-forward experts.
+//! unpacked once per block of rows. `pack.rs` has the layouts, `channel.rs` products of some output channels, `experts.rs` the feed-forward experts.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod channel;
 mod experts;
 mod pack;
 mod scalar;
 
 use std::ops::Range;
 
+pub use channel::{channels_matmul, is_cut};
 pub use experts::{Int8Expert, routed_experts, shared_expert};
 pub use pack::Int8Matrix;
 

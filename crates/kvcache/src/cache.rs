@@ -1,6 +1,7 @@
 //! The index: blocks by name, a tree by parent, what each costs, and which go first.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
 
 use crate::hash::BlockHash;
 
@@ -78,7 +79,11 @@ struct Entry {
 }
 
 /// Lower goes first: seldom used before often used, then little gained per byte before much.
-type Worth = (std::cmp::Reverse<u32>, u64, std::cmp::Reverse<u32>, BlockId);
+type Worth = (Reverse<u32>, u64, Reverse<u32>, BlockId);
+
+/// Victims are looked for anew after as many operations as this part of the blocks: so one costs little, however many blocks
+/// there are. In between their ages are as they were, which powers of two forgive, and what has come in is no victim.
+const STALE_PART: u64 = 8;
 
 /// Decides what is kept under a limit of bytes.
 #[derive(Debug)]
@@ -92,6 +97,10 @@ pub struct Cache {
     /// Ticks at every lookup and store.
     clock: u64,
     counters: Counters,
+    /// What may go, by its worth when it was looked at.
+    victims: BinaryHeap<Reverse<Worth>>,
+    /// The clock when all of them were.
+    looked: u64,
 }
 
 impl Cache {
@@ -105,6 +114,8 @@ impl Cache {
             next: 0,
             clock: 0,
             counters: Counters::default(),
+            victims: BinaryHeap::new(),
+            looked: 0,
         }
     }
 
@@ -267,6 +278,7 @@ impl Cache {
     pub fn drop_boundary(&mut self, id: BlockId) -> bool {
         let Some(entry) = self.entries.get_mut(&id).filter(|entry| entry.leases == 0) else { return false };
         self.used_bytes -= std::mem::take(&mut entry.boundary_bytes);
+        self.note_victim(id);
         true
     }
 
@@ -300,12 +312,8 @@ impl Cache {
 
     /// Lets go of what is worth least, but for `keep` and what is leased.
     fn evict_one(&mut self, keep: Option<BlockId>) -> Option<Evicted> {
-        let victims = self.entries.iter().filter(|(id, entry)| {
-            Some(**id) != keep && entry.leases == 0 && (entry.children == 0 || entry.boundary_bytes > 0)
-        });
-        let (id, entry) = victims.min_by_key(|(id, entry)| self.worth(**id, entry))?;
-        let (id, is_leaf) = (*id, entry.children == 0);
-        if is_leaf {
+        let id = self.next_victim(keep)?;
+        if self.entries.get(&id)?.children == 0 {
             self.remove(id);
             self.counters.blocks_evicted += 1;
             return Some(Evicted::Block(id));
@@ -316,12 +324,61 @@ impl Cache {
         Some(Evicted::Boundary(id))
     }
 
+    /// What is worth least, but for `keep` and what is leased.
+    fn next_victim(&mut self, keep: Option<BlockId>) -> Option<BlockId> {
+        if self.clock - self.looked > self.entries.len() as u64 / STALE_PART {
+            self.look_for_victims();
+        }
+        self.take_victim(keep).or_else(|| {
+            self.look_for_victims();
+            self.take_victim(keep)
+        })
+    }
+
+    fn take_victim(&mut self, keep: Option<BlockId>) -> Option<BlockId> {
+        let (mut stay, mut found) = (Vec::new(), None);
+        while let Some(Reverse(noted)) = self.victims.pop() {
+            // It may have gone since, or got children.
+            let Some(now) = self.worth_of_victim(noted.3) else { continue };
+            if now > noted {
+                // Used since.
+                self.victims.push(Reverse(now));
+            } else if Some(now.3) == keep || self.entries[&now.3].leases > 0 {
+                stay.push(Reverse(now));
+            } else {
+                found = Some(now.3);
+                break;
+            }
+        }
+        self.victims.extend(stay);
+        found
+    }
+
+    fn look_for_victims(&mut self) {
+        self.victims = self.entries.keys().filter_map(|id| self.worth_of_victim(*id)).map(Reverse).collect();
+        self.looked = self.clock;
+    }
+
+    /// Its worth has become less, other than by age.
+    fn note_victim(&mut self, id: BlockId) {
+        self.victims.extend(self.worth_of_victim(id).map(Reverse));
+    }
+
+    fn worth_of_victim(&self, id: BlockId) -> Option<Worth> {
+        let entry = self.entries.get(&id).filter(|entry| entry.children == 0 || entry.boundary_bytes > 0)?;
+        Some(self.worth(id, entry))
+    }
+
     fn remove(&mut self, id: BlockId) {
         let entry = self.entries.remove(&id).expect("it is here");
         self.by_hash.remove(&entry.hash);
         self.used_bytes -= entry.bytes + entry.boundary_bytes;
-        if let Some(parent) = entry.parent.and_then(|parent| self.entries.get_mut(&parent)) {
-            parent.children -= 1;
+        if let Some(parent) = entry.parent
+            && let Some(entry) = self.entries.get_mut(&parent)
+        {
+            entry.children -= 1;
+            // Perhaps a leaf now.
+            self.note_victim(parent);
         }
     }
 
@@ -333,7 +390,7 @@ impl Cache {
         let freed = entry.boundary_bytes + if entry.children == 0 { entry.bytes } else { 0 };
         let blocks_lost = if entry.boundary_bytes > 0 { self.blocks_since_boundary(entry) } else { 0 };
         let gain = blocks_lost.saturating_mul(1 << 32) / freed.max(1);
-        (std::cmp::Reverse(age), gain, std::cmp::Reverse(entry.depth), id)
+        (Reverse(age), gain, Reverse(entry.depth), id)
     }
 
     fn blocks_since_boundary(&self, entry: &Entry) -> u64 {

@@ -13,8 +13,8 @@ pub struct Identity<'a> {
     pub tokenizer: &'a [u8],
     /// Version of the layout of rows and boundaries.
     pub layout: u32,
-    /// The arithmetic.
-    pub class: &'a str,
+    /// Numeric class, and what else its bits depend on.
+    pub arithmetic: &'a str,
     /// Keeps tenants apart; empty if they share.
     pub tenant: &'a [u8],
 }
@@ -26,7 +26,7 @@ impl Identity<'_> {
         hasher.update(b"troika kv");
         hasher.update(self.layout.to_le_bytes());
         // Lengths, so that no two identities read the same.
-        for part in [self.weights, self.tokenizer, self.class.as_bytes(), self.tenant] {
+        for part in [self.weights, self.tokenizer, self.arithmetic.as_bytes(), self.tenant] {
             hasher.update((part.len() as u64).to_le_bytes());
             hasher.update(part);
         }

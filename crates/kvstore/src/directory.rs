@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::files::{FileSystem, Native};
 use crate::format::{HEADER_BYTES, Header, Kind, Name};
+use crate::store::{StoreError, io_error};
 
 /// Files looked at when a store opens; whatever is beyond counts as foreign.
 pub(crate) const MAX_FILES: usize = 200_000;
@@ -51,14 +52,16 @@ enum Found {
     Foreign,
 }
 
+/// By the whole name: in a folder that was named by mistake, `tmp-letter` or `photo.damaged` are somebody's.
 fn classify(name: Option<&str>) -> Found {
     let Some(name) = name else { return Found::Foreign };
-    if name.starts_with(TEMPORARY) {
-        Found::Temporary
-    } else if name.ends_with(&format!(".{DAMAGED}")) {
-        Found::Damaged
-    } else {
-        Name::parse(name).map_or(Found::Foreign, Found::Ours)
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let temporary = name.strip_prefix(TEMPORARY).and_then(|rest| rest.split_once('-'));
+    let damaged = name.strip_suffix(DAMAGED).and_then(|rest| Name::parse(rest.strip_suffix('.')?));
+    match (temporary, damaged) {
+        (Some((process, count)), _) if is_number(process) && is_number(count) => Found::Temporary,
+        (_, Some(_)) => Found::Damaged,
+        _ => Name::parse(name).map_or(Found::Foreign, Found::Ours),
     }
 }
 
@@ -68,12 +71,9 @@ fn classify(name: Option<&str>) -> Found {
 ///
 /// If the directory cannot be read.
 pub fn usage(dir: &Path) -> io::Result<Usage> {
-    usage_of(&Native, dir)
-}
-
-pub(crate) fn usage_of(files: &dyn FileSystem, dir: &Path) -> io::Result<Usage> {
     let mut usage = Usage::default();
-    for entry in files.list(dir)? {
+    // The lock is ours too, and empty.
+    for entry in Native.list(dir)?.into_iter().filter(|entry| entry.name.as_deref() != Some(LOCK) || entry.bytes > 0) {
         let (files, sum) = match classify(entry.name.as_deref()) {
             Found::Ours(_) => (&mut usage.files, &mut usage.bytes),
             Found::Damaged => (&mut usage.damaged_files, &mut usage.damaged_bytes),
@@ -154,12 +154,21 @@ pub fn verify(dir: &Path) -> io::Result<(u64, Vec<(Name, &'static str)>)> {
 ///
 /// # Errors
 ///
-/// If a file cannot be removed.
-pub fn clear(dir: &Path) -> io::Result<u64> {
-    let entries = Native.list(dir)?.into_iter().filter(|e| !matches!(classify(e.name.as_deref()), Found::Foreign));
-    let ours: Vec<String> = entries.filter_map(|entry| entry.name).collect();
-    for name in &ours {
-        Native.remove(&dir.join(name))?;
+/// If a process has the directory open, or a file cannot be removed.
+pub fn clear(dir: &Path) -> Result<u64, StoreError> {
+    let path = dir.join(LOCK);
+    // Where there is no such file no store was ever open, and none is made.
+    let _held = if path.exists() {
+        let lock = Native.lock(&path).map_err(io_error("lock", &path))?;
+        Some(lock.ok_or_else(|| StoreError::InUse { dir: dir.to_owned() })?)
+    } else {
+        None
+    };
+    let entries = Native.list(dir).map_err(io_error("read", dir))?.into_iter();
+    let ours = entries.filter(|entry| !matches!(classify(entry.name.as_deref()), Found::Foreign));
+    let ours: Vec<String> = ours.filter_map(|entry| entry.name).collect();
+    for path in ours.iter().map(|name| dir.join(name)) {
+        Native.remove(&path).map_err(io_error("remove", &path))?;
     }
     Ok(ours.len() as u64)
 }

@@ -10,7 +10,7 @@ const MAX_DEPTH: usize = 8;
 /// A file directly in the directory, or a folder with everything in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// `None` for a folder.
+    /// `None` for a folder, a link or a pipe.
     pub name: Option<String>,
     pub bytes: u64,
 }
@@ -76,6 +76,9 @@ impl FileSystem for Native {
             let Ok(metadata) = entry.metadata() else { continue };
             entries.push(if metadata.is_dir() {
                 Entry { name: None, bytes: folder_bytes(&entry.path(), MAX_DEPTH) }
+            } else if !metadata.is_file() {
+                // A link or a pipe: none of ours, and whoever opened it might wait for ever.
+                Entry { name: None, bytes: metadata.len() }
             } else {
                 Entry { name: Some(entry.file_name().to_string_lossy().into_owned()), bytes: metadata.len() }
             });

@@ -3,6 +3,7 @@
 //! Moves bytes and decides nothing: what is kept and what goes is `kvcache`'s business. The store may forget; it may never
 //! lie, so everything is checked when it is read. The format is described in `docs/formats/kvstore.md`; [`format`] has it.
 
+mod accounts;
 mod breaker;
 mod directory;
 pub mod files;

@@ -4,11 +4,13 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
+use crate::accounts::Accounts;
 use crate::breaker::Breaker;
-use crate::directory::{Item, LOCK, TEMPORARY, scan, set_aside, usage_of};
+use crate::directory::{Item, LOCK, TEMPORARY, scan, set_aside};
 use crate::files::{FileSystem, Lock, Native};
 use crate::format::{HEADER_BYTES, Header, Name};
 
@@ -16,13 +18,15 @@ use crate::format::{HEADER_BYTES, Header, Name};
 const MAX_QUEUED_WRITES: usize = 256;
 /// Jobs of reading that may wait; more are refused and counted.
 const MAX_QUEUED_READS: usize = 64;
+/// A store that closes waits so long for its disk.
+const MAX_CLOSING: Duration = Duration::from_secs(20);
 
 /// Why a store does not open.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// Another process has it open.
-    #[error("{} is in use by another process", dir.display())]
+    #[error("{} is in use by another process: end that one first, or name another folder", dir.display())]
     InUse { dir: PathBuf },
     /// The operating system refused.
     #[error("cannot {op} {}: {reason}", path.display())]
@@ -75,11 +79,14 @@ struct Shared {
     /// Writes that came to nothing, for the caller to forget.
     lost: Vec<Name>,
     status: Status,
+    accounts: Accounts,
     writing: Breaker,
     reading: Breaker,
     /// Temporary names given so far.
     temporaries: u64,
     stopping: bool,
+    /// The disk has not done in time what it was given; nobody waits for it any more.
+    given_up: bool,
 }
 
 struct Inner {
@@ -88,6 +95,7 @@ struct Inner {
     lock: Box<dyn Lock>,
     shared: Mutex<Shared>,
     changed: Condvar,
+    idle: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 /// Files under one directory, of which this process alone has charge.
@@ -141,13 +149,25 @@ impl Store {
         let lock = lock.ok_or_else(|| StoreError::InUse { dir: dir.to_owned() })?;
         let mut status = Status { limit_bytes, ..Status::default() };
         let items = scan(&*files, dir, &mut status.quarantined).map_err(io_error("read", dir))?;
-        let known: u64 = items.iter().map(|item| item.file_bytes).sum();
-        let used = usage_of(&*files, dir).map_err(io_error("read", dir))?;
-        status.foreign_bytes = used.total_bytes().saturating_sub(known);
-        let shared = Mutex::new(Shared { status, ..Shared::default() });
-        let inner = Arc::new(Inner { files, dir: dir.to_owned(), lock, shared, changed: Condvar::new() });
+        let (mut accounts, start) = (Accounts::new(&items), Instant::now());
+        accounts.take_listing(&files.list(dir).map_err(io_error("read", dir))?, start);
+        let shared = Mutex::new(Shared { status, accounts, ..Shared::default() });
+        let inner = Arc::new(Inner {
+            files,
+            dir: dir.to_owned(),
+            lock,
+            shared,
+            changed: Condvar::new(),
+            idle: OnceLock::new(),
+        });
         let hands = Hands(Arc::clone(&inner));
         Ok((Self { inner, threads: Vec::new() }, items, hands))
+    }
+
+    /// Calls `told` on the thread that writes whenever nothing more is to be written. The first one stays.
+    pub fn when_idle(&self, told: impl Fn() + Send + Sync + 'static) {
+        // A second one has nothing to add.
+        let _ = self.inner.idle.set(Box::new(told));
     }
 
     /// Queues a file to be written; `payload` is called when its turn comes, and may find that there is nothing to write.
@@ -203,28 +223,58 @@ impl Store {
     pub fn status(&self) -> Status {
         let shared = self.inner.lock();
         let (write_failure, read_failure) = (shared.writing.reason().cloned(), shared.reading.reason().cloned());
-        Status { write_failure, read_failure, ..shared.status.clone() }
+        let foreign_bytes = shared.accounts.foreign_bytes();
+        Status { write_failure, read_failure, foreign_bytes, ..shared.status.clone() }
     }
 
-    /// Waits until everything queued to be written or removed is done.
-    pub fn flush(&self) {
+    /// Waits until everything queued to be written or removed is done, but not for ever: after `patience` what is left is
+    /// dropped and counted, and the store can only be closed.
+    pub fn flush(&self, patience: Duration) {
+        let start = Instant::now();
         let mut shared = self.inner.lock();
         // Without threads nobody would ever do it.
-        while !self.threads.is_empty() && (shared.has_writes() || shared.busy.is_some()) {
-            shared = self.inner.wait(shared);
+        while !self.threads.is_empty() && !shared.given_up && (shared.has_writes() || shared.busy.is_some()) {
+            let left = patience.saturating_sub(start.elapsed());
+            shared.given_up = left.is_zero();
+            shared = self.inner.changed.wait_timeout(shared, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        if shared.given_up && shared.has_writes() {
+            tracing::warn!(
+                dir = %self.inner.dir.display(),
+                "the disk is too slow: {} blocks are not stored, {} files not removed",
+                shared.writes.len(),
+                shared.removals.len()
+            );
+            shared.status.dropped += shared.writes.len() as u64;
+            shared.writes.clear();
+            shared.removals.clear();
+        }
+    }
+
+    /// As [`Self::flush`], as long as a store may take to close.
+    pub fn finish(&self) {
+        self.flush(MAX_CLOSING);
     }
 }
 
 impl Drop for Store {
     fn drop(&mut self) {
+        let start = Instant::now();
+        self.flush(MAX_CLOSING);
         let mut shared = self.inner.lock();
         shared.stopping = true;
         shared.jobs.clear();
+        let patience = if shared.given_up { Duration::ZERO } else { MAX_CLOSING };
         drop(shared);
         self.inner.changed.notify_all();
         for thread in self.threads.drain(..) {
-            if thread.join().is_err() {
+            while !thread.is_finished() && start.elapsed() < patience {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            if !thread.is_finished() {
+                // In a call of the operating system that does not return. It ends with the process.
+                tracing::warn!(dir = %self.inner.dir.display(), "the disk does not answer");
+            } else if thread.join().is_err() {
                 tracing::error!("a thread of the store ended with a panic");
             }
         }
@@ -248,15 +298,26 @@ impl Hands {
         if let Some(name) = shared.removals.pop_front() {
             shared.busy = Some(name);
             drop(shared);
-            // What is gone already is as good, and what cannot go is counted by the next write.
-            let _ = self.0.files.remove(&self.0.dir.join(name.to_string()));
+            let removed = self.0.files.remove(&self.0.dir.join(name.to_string()));
+            let mut shared = self.0.lock();
+            // What is gone already is as good, and what cannot go is not ours any more.
+            let was_there = shared.accounts.removed(name);
+            if removed.is_err_and(|error| was_there || error.kind() != io::ErrorKind::NotFound) {
+                shared.accounts.distrust();
+            }
         } else if let Some((header, payload)) = shared.writes.pop_front() {
             shared.busy = Some(header.name);
             drop(shared);
             self.0.write_and_note(&header, payload);
         }
-        self.0.lock().busy = None;
+        let mut shared = self.0.lock();
+        shared.busy = None;
+        let is_idle = !shared.has_writes();
+        drop(shared);
         self.0.changed.notify_all();
+        if let Some(told) = self.0.idle.get().filter(|_| is_idle) {
+            told();
+        }
     }
 
     /// Does the job of reading whose turn it is.
@@ -336,7 +397,7 @@ impl Inner {
             Ok(_) => Read::Missing,
             Err(reason) => {
                 shared.status.quarantined += 1;
-                shared.status.foreign_bytes += file.len() as u64;
+                shared.accounts.set_aside(name, file.len() as u64);
                 drop(shared);
                 set_aside(&*self.files, &self.dir, name, reason);
                 Read::Damaged
@@ -361,6 +422,7 @@ impl Inner {
             }
             Err(error) => {
                 shared.status.failed_writes += 1;
+                shared.accounts.distrust();
                 shared.lost.push(header.name);
                 tracing::warn!(file = %header.name, %error, "a block cannot be stored");
                 if shared.writing.failed(error.to_string(), !is_ours) {
@@ -378,14 +440,19 @@ impl Inner {
         if !self.lock.is_in_place() {
             return Err(io::Error::new(io::ErrorKind::NotFound, "the directory was removed or replaced"));
         }
-        let used = usage_of(&*self.files, &self.dir)?;
-        let (limit, count) = {
+        let is_due = self.lock().accounts.is_due();
+        if is_due {
+            let start = Instant::now();
+            let entries = self.files.list(&self.dir)?;
+            self.lock().accounts.take_listing(&entries, start);
+        }
+        let (limit, used, count) = {
             let mut shared = self.lock();
-            shared.status.foreign_bytes = used.total_bytes().saturating_sub(used.bytes);
             shared.temporaries += 1;
-            (shared.status.limit_bytes, shared.temporaries)
+            (shared.status.limit_bytes, shared.accounts.total_bytes(), shared.temporaries)
         };
-        if used.total_bytes().saturating_add(HEADER_BYTES as u64 + header.payload_bytes) > limit {
+        let file_bytes = HEADER_BYTES as u64 + header.payload_bytes;
+        if used.saturating_add(file_bytes) > limit {
             return Ok(false);
         }
         let Some(payload) = payload() else { return Ok(false) };
@@ -397,13 +464,14 @@ impl Inner {
             let _ = self.files.remove(&temporary);
         }
         renamed?;
+        self.lock().accounts.written(header.name, file_bytes);
         // So that the name outlives a loss of power. Where directories cannot be synced, the name may be lost.
         let _ = self.files.sync_dir(&self.dir);
         Ok(true)
     }
 }
 
-fn io_error(op: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+pub(crate) fn io_error(op: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
     let path = path.to_owned();
     move |reason| StoreError::Io { op, path, reason }
 }

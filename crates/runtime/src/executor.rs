@@ -5,6 +5,8 @@
 //! ends where another device waits for it. Devices see to it that nodes of a decode step go before the next node of a
 //! prefill step. Two steps are ordered only where they touch the state of the same sequence: a node that touches a layer's
 //! state comes after the earlier step's nodes of that layer that do.
+//!
+//! A node that engines take part in is cut into parts by the plan (`shared.rs`); those who wait for it wait for all of them.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -14,11 +16,17 @@ use std::time::{Duration, Instant};
 use troika_base::StepId;
 use troika_device::run::BufferPool;
 use troika_device::{Device, DeviceError, Priority, Report, SequenceState, StepRun, Work};
-use troika_graph::{NodeId, StepGraph, StepRows};
+use troika_graph::{Kind, NodeId, StepGraph, StepRows, WeightKey};
 
-use crate::ledger::{Entry, Ledger};
-use crate::plan::{DeviceId, Plan};
-use crate::template::{NodePlace, Template};
+use crate::feature::{Feature, FeatureState};
+use crate::ledger::{Entry, Fallback, Ledger, Operations};
+use crate::plan::{DeviceId, Lane, Plan};
+use crate::span::{self, Span};
+use crate::template::{NodePlace, Place, Template};
+
+mod shared;
+
+use shared::SharedRun;
 
 /// One forward pass to do.
 #[derive(Debug)]
@@ -41,6 +49,8 @@ pub struct FinishedStep {
     pub ticket: Ticket,
     pub run: StepRun,
     pub ledger: Ledger,
+    /// When each node ran; empty unless [`Executor::keep_spans`] asked for it.
+    pub spans: Vec<Span>,
     pub elapsed: Duration,
 }
 
@@ -78,6 +88,12 @@ struct InFlight {
     left: usize,
     /// Per counter of the template.
     entries: Vec<Entry>,
+    spans: Vec<Span>,
+    /// Counts of parts.
+    part_entries: BTreeMap<(Kind, DeviceId), Entry>,
+    operations: BTreeMap<Kind, Operations>,
+    /// Nodes whose parts are not all in.
+    shared: BTreeMap<NodeId, SharedRun>,
     start: Instant,
 }
 
@@ -99,6 +115,10 @@ pub struct Executor {
     /// Steps that ended because an earlier one of the same sequence failed, not yet reported.
     given_up: VecDeque<(StepId, String)>,
     totals: Ledger,
+    keeps_spans: bool,
+    /// Projections that failed on an engine, and how: the primary device does them from then on.
+    latched: BTreeMap<WeightKey, String>,
+    feature: Feature,
 }
 
 impl Executor {
@@ -111,20 +131,48 @@ impl Executor {
         assert!(!devices.is_empty(), "an executor needs a primary device");
         Self {
             devices,
+            feature: Feature::new(&plan),
             plan,
+            latched: BTreeMap::new(),
             buffers: BufferPool::default(),
             steps: BTreeMap::new(),
             next_step: 0,
             done: channel(),
             reported: None,
             given_up: VecDeque::new(),
+            keeps_spans: false,
             totals: Ledger::default(),
         }
     }
 
     /// Works out what all steps of a graph have in common.
-    pub fn template(&self, graph: StepGraph) -> Arc<Template> {
-        Arc::new(Template::new(graph, &self.plan))
+    pub fn template(&self, graph: StepGraph, lane: Lane) -> Arc<Template> {
+        Arc::new(Template::new(graph, &self.plan, lane))
+    }
+
+    /// What engines take part in.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The devices; the first is the primary.
+    pub fn devices(&self) -> &[Arc<dyn Device>] {
+        &self.devices
+    }
+
+    /// Projections that failed on an engine, and how.
+    pub fn latched(&self) -> &BTreeMap<WeightKey, String> {
+        &self.latched
+    }
+
+    /// Takes note that engines were wished for and none can take part.
+    pub fn set_unavailable(&mut self, reason: String) {
+        self.feature.close(FeatureState::Unavailable { reason });
+    }
+
+    /// Whether engines really take part.
+    pub fn feature(&self) -> &Feature {
+        &self.feature
     }
 
     /// Queues a step. Devices that have no processor of their own compute while somebody waits in [`Self::next_done`].
@@ -212,6 +260,11 @@ impl Executor {
         }
     }
 
+    /// From now on, steps say when each of their nodes ran, or no longer do.
+    pub fn keep_spans(&mut self, keep: bool) {
+        self.keeps_spans = keep;
+    }
+
     /// Takes back the memory of a finished step.
     pub fn recycle(&self, run: StepRun) {
         run.recycle(&self.buffers);
@@ -225,6 +278,18 @@ impl Executor {
         };
         let earlier = self.steps.iter().filter(|(_, other)| shares_sequence(other)).map(|(id, _)| *id).collect();
         let users = template.scopes.iter().map(|users| StateUsers { not_queued: users.nodes, not_done: users.nodes });
+        let mut operations: BTreeMap<Kind, Operations> = BTreeMap::new();
+        let planned = self.plan.num_operations(rows.num_rows()) as u64;
+        for node in &template.shared {
+            operations.entry(node.kind).or_default().planned += planned;
+        }
+        for (kind, nodes) in &template.bypassed {
+            let operations = operations.entry(*kind).or_default();
+            match template.lane {
+                Lane::Verify => operations.bypass_verify += nodes,
+                _ => operations.bypass_decode += nodes,
+            }
+        }
         InFlight {
             run: Arc::new(StepRun::new(id, Arc::clone(&template.graph), rows, states, &self.buffers)),
             priority,
@@ -234,7 +299,11 @@ impl Executor {
             earlier,
             left: template.nodes.len(),
             entries: vec![Entry::default(); template.counters.len()],
+            part_entries: BTreeMap::new(),
+            operations,
+            shared: BTreeMap::new(),
             template,
+            spans: Vec::new(),
             start,
         }
     }
@@ -256,19 +325,24 @@ impl Executor {
         for index in step.first_unqueued..template.nodes.len() {
             let (node, place) = (NodeId(index as u32), &template.nodes[index]);
             if step.waiting_for[index] == 0 && !self.waits_for_earlier_step(&step, place) {
-                step.queue(place);
                 step.waiting_for[index] = QUEUED;
-                step.release_successors(place, |other| other == place.device);
-                let piece = match pieces.iter_mut().find(|(device, _)| *device == place.device) {
-                    Some(piece) => piece,
-                    None => {
-                        pieces.push((place.device, Vec::with_capacity(template.nodes.len() - index)));
-                        pieces.last_mut().expect("just pushed")
+                match place.at {
+                    Place::Shared(shared) => self.queue_shared(&mut step, node, shared)?,
+                    Place::Device(device) => {
+                        step.queue(place);
+                        step.release_successors(place, |other| other == place.at);
+                        let piece = match pieces.iter_mut().find(|(other, _)| *other == device) {
+                            Some(piece) => piece,
+                            None => {
+                                pieces.push((device, Vec::with_capacity(template.nodes.len() - index)));
+                                pieces.last_mut().expect("just pushed")
+                            }
+                        };
+                        piece.1.push(node);
+                        if place.is_awaited {
+                            self.hand_over(&step, device, std::mem::take(&mut piece.1))?;
+                        }
                     }
-                };
-                piece.1.push(node);
-                if place.is_awaited {
-                    self.hand_over(&step, place.device, std::mem::take(&mut piece.1))?;
                 }
             }
             are_all_queued &= step.waiting_for[index] == QUEUED;
@@ -285,7 +359,7 @@ impl Executor {
 
     fn hand_over(&self, step: &InFlight, device: DeviceId, nodes: Vec<NodeId>) -> Result<(), DeviceError> {
         let (run, done) = (Arc::clone(&step.run), self.done.0.clone());
-        self.devices[usize::from(device.0)].submit(Work { run, nodes, priority: step.priority, done })
+        self.devices[usize::from(device.0)].submit(Work { run, nodes, part: None, priority: step.priority, done })
     }
 
     fn waits_for_earlier_step(&self, step: &InFlight, place: &NodePlace) -> bool {
@@ -297,7 +371,7 @@ impl Executor {
             // Work of one device is done in the order in which it is queued, but for urgent work.
             let comes_first = users.not_queued == 0
                 && earlier.priority <= step.priority
-                && earlier.template.scopes[index].device == Some(place.device);
+                && earlier.template.scopes[index].at == Some(place.at);
             users.not_done > 0 && !comes_first
         })
     }
@@ -305,7 +379,7 @@ impl Executor {
     /// Drops a failed step and every later step that builds on its sequences' state.
     fn give_up(&mut self, failed: StepId) {
         let step = self.steps.remove(&failed).expect("it is in flight");
-        self.totals.merge(&step.ledger());
+        self.totals.merge(&step.give_up());
         let mut lost = BTreeSet::from([failed]);
         // Steps are in order of submission, so one pass finds what depends on what was lost before it.
         for (id, step) in &self.steps {
@@ -316,32 +390,48 @@ impl Executor {
         lost.remove(&failed);
         for id in lost {
             let step = self.steps.remove(&id).expect("found above");
-            self.totals.merge(&step.ledger());
+            self.totals.merge(&step.give_up());
             self.given_up.push_back((id, format!("{failed}, which computed the tokens before, failed")));
         }
     }
 
     fn take_report(&mut self, report: Report) -> Result<Option<FinishedStep>, ExecutorError> {
-        let Report { step: id, nodes, elapsed_ns, failure } = report;
+        if report.part.is_some() {
+            return self.take_part(report);
+        }
+        let Report { step: id, nodes, elapsed_ns, failure, .. } = report;
         // A step that failed has been dropped; its last reports may still come in.
         let Some(step) = self.steps.get_mut(&id) else { return Ok(None) };
         for (node, elapsed_ns) in nodes.iter().zip(&elapsed_ns) {
             step.complete(*node, *elapsed_ns);
         }
+        if self.keeps_spans {
+            let end_ns = step.start.elapsed().as_nanos() as u64;
+            step.spans.extend(span::before(&step.template, &nodes, &elapsed_ns, end_ns));
+        }
         if let Some(reason) = failure {
-            let failed = step.template.place(nodes[elapsed_ns.len()]).counter;
+            let failed = step.template.place(nodes[elapsed_ns.len()]).counter.expect("it is no shared node");
             step.entries[failed].failed += 1;
             self.give_up(id);
             self.queue_ready()?;
             return Err(ExecutorError::Node { step: id, reason });
         }
-        if step.left > 0 {
+        self.go_on(id)
+    }
+
+    /// After something of a step was done: what may go now, and the step if nothing is left of it.
+    fn go_on(&mut self, id: StepId) -> Result<Option<FinishedStep>, ExecutorError> {
+        if self.steps[&id].left > 0 {
             self.queue_ready()?;
             return Ok(None);
         }
         let step = self.steps.remove(&id).expect("present above");
         self.queue_ready()?;
+        let (rows, lane) = (step.run.rows().num_rows(), step.template.lane);
         let finished = step.finish(id);
+        if lane == Lane::Prefill {
+            self.feature.observe(rows, &finished.ledger.total_operations());
+        }
         self.totals.merge(&finished.ledger);
         Ok(Some(finished))
     }
@@ -349,7 +439,7 @@ impl Executor {
 
 impl InFlight {
     fn queue(&mut self, place: &NodePlace) {
-        self.entries[place.counter].submitted += 1;
+        self.entries[place.counter.expect("it is no shared node")].submitted += 1;
         if let Some(scope) = place.scope {
             self.state_users[scope].not_queued -= 1;
         }
@@ -358,7 +448,7 @@ impl InFlight {
     fn complete(&mut self, node: NodeId, elapsed_ns: u64) {
         let template = Arc::clone(&self.template);
         let place = template.place(node);
-        let entry = &mut self.entries[place.counter];
+        let entry = &mut self.entries[place.counter.expect("it is no shared node")];
         entry.completed += 1;
         entry.rows += self.run.rows().num_rows() as u64;
         entry.busy_ns += elapsed_ns;
@@ -368,25 +458,40 @@ impl InFlight {
             self.state_users[scope].not_done -= 1;
         }
         if place.is_awaited {
-            self.release_successors(place, |other| other != place.device);
+            self.release_successors(place, |other| other != place.at);
         }
     }
 
-    /// `place` no longer keeps those of its successors waiting whose device `releases`.
-    fn release_successors(&mut self, place: &NodePlace, releases: impl Fn(DeviceId) -> bool) {
+    /// `place` no longer keeps those of its successors waiting whose place `releases`.
+    fn release_successors(&mut self, place: &NodePlace, releases: impl Fn(Place) -> bool) {
         for successor in self.template.successors(place) {
-            if releases(self.template.place(*successor).device) {
+            if releases(self.template.place(*successor).at) {
                 self.waiting_for[successor.0 as usize] -= 1;
             }
         }
     }
 
-    fn ledger(&self) -> Ledger {
-        Ledger::of(&self.template.counters, &self.entries)
+    fn take_ledger(&mut self) -> Ledger {
+        let (parts, operations) = (std::mem::take(&mut self.part_entries), std::mem::take(&mut self.operations));
+        Ledger::of_step(&self.template.counters, &self.entries, parts, operations)
     }
 
-    fn finish(self, id: StepId) -> FinishedStep {
-        let (ledger, elapsed) = (self.ledger(), self.start.elapsed());
+    /// The counts of a step that ends before it is done.
+    fn give_up(mut self) -> Ledger {
+        for shared in self.shared.values() {
+            self.operations.entry(shared.kind).or_default().cancelled += shared.tiles_left();
+        }
+        for (place, waiting) in self.template.nodes.iter().zip(&self.waiting_for) {
+            if let (Place::Shared(index), true) = (place.at, *waiting != QUEUED) {
+                let operations = self.operations.entry(self.template.shared[index].kind).or_default();
+                *operations.fallbacks.entry(Fallback::Cancelled).or_default() += 1;
+            }
+        }
+        self.take_ledger()
+    }
+
+    fn finish(mut self, id: StepId) -> FinishedStep {
+        let (ledger, elapsed) = (self.take_ledger(), self.start.elapsed());
         let mut run = self.run;
         // Devices drop their references before they report, but for those with nothing left to report.
         let run = loop {
@@ -398,7 +503,7 @@ impl InFlight {
                 }
             }
         };
-        FinishedStep { ticket: Ticket(id), run, ledger, elapsed }
+        FinishedStep { ticket: Ticket(id), run, ledger, spans: self.spans, elapsed }
     }
 }
 
@@ -469,7 +574,7 @@ mod tests {
         };
         let (primary, second) = (shelf(), shelf());
         let devices: Vec<Arc<dyn Device>> = vec![Arc::<Shelf>::clone(&primary), Arc::<Shelf>::clone(&second)];
-        let mut executor = Executor::new(devices, Plan::Primary);
+        let mut executor = Executor::new(devices, Plan::primary());
         let placement: Vec<DeviceId> = [0, 0, 1, 0, 1, 0, 1, 0].map(DeviceId).to_vec();
         let template = Arc::new(Template::placed(branches(), &placement));
         let mut submit = || {
@@ -491,7 +596,7 @@ mod tests {
         let mut report = |shelf: &Shelf| {
             let work = shelf.work.lock().expect("not poisoned").pop_front().expect("there is some");
             let (step, elapsed_ns) = (work.run.id(), vec![5; work.nodes.len()]);
-            let report = Report { step, nodes: work.nodes, elapsed_ns, failure: None };
+            let report = Report { step, nodes: work.nodes, part: None, elapsed_ns, failure: None };
             drop(work.run);
             executor.take_report(report).expect("nothing fails").map(|finished| finished.ledger)
         };

@@ -7,16 +7,16 @@ use troika_graph::Kind;
 
 use crate::plan::DeviceId;
 
-/// Counts of one kind of node on one device.
+/// Counts of one kind of node on one device. Of a node that several devices share, each part counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
-    /// Nodes handed to the device.
+    /// Nodes and parts handed to the device.
     pub submitted: u64,
-    /// Nodes it reported as done.
+    /// Those it reported as done.
     pub completed: u64,
-    /// Nodes it reported as failed.
+    /// Those it reported as failed.
     pub failed: u64,
-    /// Rows of the completed nodes.
+    /// Rows of the completed ones.
     pub rows: u64,
     /// Time on the device, nanoseconds.
     pub busy_ns: u64,
@@ -35,10 +35,91 @@ impl AddAssign for Entry {
     }
 }
 
+/// Why rows of prefill width that a plan gives to an engine were computed by the primary device alone (section 8 of the
+/// hybrid spec).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Fallback {
+    /// Fewer rows than a tile, and too few to be worth a padded one.
+    RowsBelowTailThreshold,
+    /// The projection failed on an engine before.
+    Latched,
+    /// Its banks were given up because memory was short.
+    Memory,
+    /// The step ended before the operation was handed over.
+    Cancelled,
+}
+
+impl Fallback {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::RowsBelowTailThreshold => "rows_below_tail_threshold",
+            Self::Latched => "latched",
+            Self::Memory => "memory",
+            Self::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// Counts of the operations of one kind that a plan gives to engines: an operation is one projection on one tile of rows.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Operations {
+    /// What the plan wants, by the rows of the steps.
+    pub planned: u64,
+    /// Handed over with a full tile.
+    pub exact: u64,
+    /// Handed over with a tile that rows of zeros fill up.
+    pub padded: u64,
+    /// All parts are in, those that the primary device had to repeat included.
+    pub merged: u64,
+    /// Handed over, and given up with their step.
+    pub cancelled: u64,
+    /// Nodes with rows that the primary device computed alone, by reason.
+    pub fallbacks: BTreeMap<Fallback, u64>,
+    /// Nodes of decode steps, which no plan gives to engines.
+    pub bypass_decode: u64,
+    /// Nodes of steps that verify drafts.
+    pub bypass_verify: u64,
+    /// Parts that failed on an engine.
+    pub runtime_failures: u64,
+    /// Rows of the operations.
+    pub logical_rows: u64,
+    /// Rows of zeros beside them.
+    pub padded_rows: u64,
+    /// Time from the first hand-over of a node to its last part, nanoseconds.
+    pub region_ns: u64,
+    /// Nodes whose last part came from each device.
+    pub last: BTreeMap<DeviceId, u64>,
+}
+
+impl Operations {
+    /// Handed over to engines.
+    pub fn dispatched(&self) -> u64 {
+        self.exact + self.padded
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.planned += other.planned;
+        self.exact += other.exact;
+        self.padded += other.padded;
+        self.merged += other.merged;
+        self.cancelled += other.cancelled;
+        self.bypass_decode += other.bypass_decode;
+        self.bypass_verify += other.bypass_verify;
+        self.runtime_failures += other.runtime_failures;
+        self.logical_rows += other.logical_rows;
+        self.padded_rows += other.padded_rows;
+        self.region_ns += other.region_ns;
+        other.fallbacks.iter().for_each(|(reason, count)| *self.fallbacks.entry(*reason).or_default() += count);
+        other.last.iter().for_each(|(device, count)| *self.last.entry(*device).or_default() += count);
+    }
+}
+
 /// Counts by kind and device, of a step or of many.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
     entries: BTreeMap<(Kind, DeviceId), Entry>,
+    operations: BTreeMap<Kind, Operations>,
 }
 
 impl Ledger {
@@ -59,15 +140,46 @@ impl Ledger {
         total
     }
 
+    /// Sum over all kinds on one device.
+    pub fn device_total(&self, device: DeviceId) -> Entry {
+        let mut total = Entry::default();
+        self.entries().filter(|(_, other, _)| *other == device).for_each(|(_, _, entry)| total += entry);
+        total
+    }
+
+    /// Counts of the operations that the plan gives to engines, by kind.
+    pub fn operations(&self) -> &BTreeMap<Kind, Operations> {
+        &self.operations
+    }
+
+    /// Sum of [`Self::operations`].
+    pub fn total_operations(&self) -> Operations {
+        let mut total = Operations::default();
+        self.operations.values().for_each(|operations| total.add(operations));
+        total
+    }
+
     /// Adds the counts of `other`.
     pub fn merge(&mut self, other: &Self) {
         for (key, entry) in &other.entries {
             *self.entries.entry(*key).or_default() += *entry;
         }
+        for (kind, operations) in &other.operations {
+            self.operations.entry(*kind).or_default().add(operations);
+        }
     }
 
     /// Counts of one step.
-    pub(crate) fn of(counters: &[(Kind, DeviceId)], entries: &[Entry]) -> Self {
-        Self { entries: counters.iter().copied().zip(entries.iter().copied()).collect() }
+    pub(crate) fn of_step(
+        counters: &[(Kind, DeviceId)],
+        entries: &[Entry],
+        shared: BTreeMap<(Kind, DeviceId), Entry>,
+        operations: BTreeMap<Kind, Operations>,
+    ) -> Self {
+        let mut all = shared;
+        for (key, entry) in counters.iter().zip(entries) {
+            *all.entry(*key).or_default() += *entry;
+        }
+        Self { entries: all, operations }
     }
 }

@@ -1,10 +1,11 @@
 //! A graph as the executor wants it: everything that is the same for each step of the graph, worked out once.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use troika_graph::{Kind, NodeId, Scope, StepGraph};
+use troika_graph::{Kind, NodeId, Scope, StepGraph, WeightKey};
 
-use crate::plan::{DeviceId, Plan};
+use crate::plan::{DeviceId, Lane, Plan, Shares};
 
 /// A graph with its placement, order and counters.
 #[derive(Debug)]
@@ -17,21 +18,43 @@ pub struct Template {
     pub(crate) scopes: Vec<ScopeUsers>,
     /// What the ledger of a step counts, ascending.
     pub(crate) counters: Vec<(Kind, DeviceId)>,
+    /// Nodes that engines take part in.
+    pub(crate) shared: Vec<SharedNode>,
+    /// Nodes by kind that engines would take part in if the step were a prefill step.
+    pub(crate) bypassed: BTreeMap<Kind, u64>,
+    pub(crate) lane: Lane,
+}
+
+/// Who does a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// One device, in its own arithmetic.
+    Device(DeviceId),
+    /// Several; an index into [`Template::shared`].
+    Shared(usize),
+}
+
+/// A node that engines take part in.
+#[derive(Debug)]
+pub(crate) struct SharedNode {
+    pub(crate) key: WeightKey,
+    pub(crate) kind: Kind,
+    pub(crate) shares: Shares,
 }
 
 /// What the executor knows about a node.
 #[derive(Debug)]
 pub(crate) struct NodePlace {
-    pub(crate) device: DeviceId,
+    pub(crate) at: Place,
     pub(crate) num_predecessors: u32,
     /// Where its successors are in [`Template::successors`].
     successors: (u32, u32),
-    /// Another device waits for it.
+    /// Somebody else waits for it.
     pub(crate) is_awaited: bool,
     /// Index into [`Template::scopes`], if it touches state.
     pub(crate) scope: Option<usize>,
-    /// Index into [`Template::counters`].
-    pub(crate) counter: usize,
+    /// Index into [`Template::counters`]; none for shared nodes, whose parts are counted.
+    pub(crate) counter: Option<usize>,
 }
 
 /// Nodes that touch a layer's state.
@@ -39,34 +62,59 @@ pub(crate) struct NodePlace {
 pub(crate) struct ScopeUsers {
     pub(crate) scope: Scope,
     pub(crate) nodes: u32,
-    /// The device of all of them, if it is one.
-    pub(crate) device: Option<DeviceId>,
+    /// Where all of them are done, if it is one place.
+    pub(crate) at: Option<Place>,
 }
 
 impl Template {
-    pub(crate) fn new(graph: StepGraph, plan: &Plan) -> Self {
-        let devices = plan.place(&graph);
-        Self::placed(graph, &devices)
+    pub(crate) fn new(graph: StepGraph, plan: &Plan, lane: Lane) -> Self {
+        let (mut shared, mut bypassed) = (Vec::new(), BTreeMap::new());
+        let places = graph.nodes().iter().map(|node| match (plan.projection(node), lane) {
+            (Some((key, projection)), Lane::Prefill) => {
+                shared.push(SharedNode { key, kind: node.kind, shares: projection.shares.clone() });
+                Place::Shared(shared.len() - 1)
+            }
+            (planned, _) => {
+                if planned.is_some() {
+                    *bypassed.entry(node.kind).or_default() += 1;
+                }
+                Place::Device(DeviceId::PRIMARY)
+            }
+        });
+        let places: Vec<Place> = places.collect();
+        Self { shared, bypassed, lane, ..Self::with_places(graph, &places) }
     }
 
+    /// Each node on one device.
+    #[cfg(test)]
     pub(crate) fn placed(graph: StepGraph, devices: &[DeviceId]) -> Self {
-        let mut counters: Vec<_> = graph.nodes().iter().zip(devices).map(|(node, d)| (node.kind, *d)).collect();
+        let places: Vec<Place> = devices.iter().map(|device| Place::Device(*device)).collect();
+        Self::with_places(graph, &places)
+    }
+
+    fn with_places(graph: StepGraph, places: &[Place]) -> Self {
+        let key_of = |kind: Kind, at: Place| match at {
+            Place::Device(device) => Some((kind, device)),
+            Place::Shared(_) => None,
+        };
+        let mut counters: Vec<_> =
+            graph.nodes().iter().zip(places).filter_map(|(node, at)| key_of(node.kind, *at)).collect();
         counters.sort_unstable();
         counters.dedup();
-        let stateful = || graph.nodes().iter().zip(devices).filter(|(node, _)| !node.state.is_empty());
+        let stateful = || graph.nodes().iter().zip(places).filter(|(node, _)| !node.state.is_empty());
         let mut scopes: Vec<ScopeUsers> = Vec::new();
-        for (node, device) in stateful() {
+        for (node, at) in stateful() {
             match scopes.iter_mut().find(|users| users.scope == node.scope) {
                 Some(users) => {
                     users.nodes += 1;
-                    users.device = users.device.filter(|other| other == device);
+                    users.at = users.at.filter(|other| other == at);
                 }
-                None => scopes.push(ScopeUsers { scope: node.scope, nodes: 1, device: Some(*device) }),
+                None => scopes.push(ScopeUsers { scope: node.scope, nodes: 1, at: Some(*at) }),
             }
         }
         scopes.sort_unstable_by_key(|users| users.scope);
-        let mut followers = vec![Vec::new(); devices.len()];
-        for index in 0..devices.len() {
+        let mut followers = vec![Vec::new(); places.len()];
+        for index in 0..places.len() {
             let node = NodeId(index as u32);
             graph.predecessors(node).iter().for_each(|before| followers[before.0 as usize].push(node));
         }
@@ -74,18 +122,19 @@ impl Template {
         let nodes = graph.nodes().iter().enumerate().map(|(index, node)| {
             let first = successors.len() as u32;
             successors.extend_from_slice(&followers[index]);
-            let device = devices[index];
+            let at = places[index];
             NodePlace {
-                device,
+                at,
                 num_predecessors: graph.predecessors(NodeId(index as u32)).len() as u32,
                 successors: (first, successors.len() as u32),
-                is_awaited: followers[index].iter().any(|other| devices[other.0 as usize] != device),
+                is_awaited: followers[index].iter().any(|other| places[other.0 as usize] != at),
                 scope: (!node.state.is_empty()).then(|| position(&scopes, node.scope).expect("listed above")),
-                counter: counters.binary_search(&(node.kind, device)).expect("listed above"),
+                counter: key_of(node.kind, at).map(|key| counters.binary_search(&key).expect("listed above")),
             }
         });
         let nodes = nodes.collect();
-        Self { graph: Arc::new(graph), nodes, successors, scopes, counters }
+        let (shared, bypassed, lane) = (Vec::new(), BTreeMap::new(), Lane::Prefill);
+        Self { graph: Arc::new(graph), nodes, successors, scopes, counters, shared, bypassed, lane }
     }
 
     /// The graph.

@@ -151,7 +151,13 @@ fn describe_cache(registry: &mut Registry, cache: &CacheStatus, block_bytes: u64
     let help = "Writes dropped because too many waited or there was no room";
     count(registry, "cache_disk_dropped_writes", help, cache.disk_dropped);
     count(registry, "cache_disk_quarantined_files", "Damaged files set aside", cache.disk_quarantined);
-    let help = "1 if nothing more is written because the disk kept refusing";
+    let failed = [("read", cache.disk_failed_reads), ("write", cache.disk_failed_writes)];
+    count_each(registry, "cache_disk_failed_files", "Files that the disk refused", "op", failed);
+    let help = "Prefixes computed although the disk had them: too many waited, or it failed or was silent";
+    count(registry, "cache_disk_not_asked_prefixes", help, cache.disk_not_asked);
+    let help = "Sequences that wait for files of their prefix";
+    gauge(registry, "cache_disk_loading_requests", help, cache.disk_loading as u64);
+    let help = "1 while the disk keeps refusing to write or to read and is asked seldom or not at all";
     gauge(registry, "cache_disk_failed", help, u64::from(cache.disk_failed));
 }
 

@@ -23,6 +23,10 @@ pub struct Faults {
     pub read_only: bool,
     /// Each read takes so long.
     pub read_takes: Duration,
+    /// Each write takes so long.
+    pub write_takes: Duration,
+    /// Each listing takes so long.
+    pub list_takes: Duration,
     /// Reads come back changed in this way, for tests that must notice.
     pub lie: Option<Lie>,
 }
@@ -45,6 +49,8 @@ struct State {
     files: BTreeMap<PathBuf, Vec<u8>>,
     /// Names given since the directory was last synced, with what they named before.
     unsynced: Vec<(PathBuf, Option<Vec<u8>>)>,
+    /// How often the directory was listed.
+    listings: u64,
     /// Counts directories: a new one is not the old one.
     generation: u64,
     locked: bool,
@@ -92,6 +98,11 @@ impl FakeDisk {
     /// Names and bytes of all files.
     pub fn files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         self.state().files.clone()
+    }
+
+    /// How often the directory was listed.
+    pub fn listings(&self) -> u64 {
+        self.state().listings
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -173,7 +184,10 @@ impl FileSystem for FakeDisk {
     }
 
     fn list(&self, dir: &Path) -> io::Result<Vec<Entry>> {
-        let state = self.state();
+        let takes = self.state().faults.list_takes;
+        std::thread::sleep(takes);
+        let state = &mut *self.state();
+        state.listings += 1;
         let files = state.files.iter().filter(|(path, _)| path.parent() == Some(dir));
         let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned());
         Ok(files.map(|(path, bytes)| Entry { name: name(path), bytes: bytes.len() as u64 }).collect())
@@ -202,6 +216,8 @@ impl FileSystem for FakeDisk {
     }
 
     fn write(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+        let takes = self.state().faults.write_takes;
+        std::thread::sleep(takes);
         let state = &mut *self.state();
         state.may_change()?;
         let mut bytes = parts.concat();

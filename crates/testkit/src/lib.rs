@@ -10,6 +10,8 @@ pub mod disk;
 pub mod golden;
 #[cfg(feature = "engine")]
 pub mod hash_model;
+#[cfg(feature = "engine")]
+pub mod npu;
 mod safetensors;
 #[cfg(feature = "engine")]
 pub mod scripted;

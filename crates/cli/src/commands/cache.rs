@@ -40,7 +40,7 @@ enum Command {
         /// The folder.
         dir: PathBuf,
     },
-    /// Remove every file that is ours; nothing else is touched. Not while a server uses the folder.
+    /// Remove every file that is ours; nothing else is touched. Refused while a server uses the folder.
     Clear {
         /// The folder.
         dir: PathBuf,

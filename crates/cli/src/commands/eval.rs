@@ -11,6 +11,7 @@ use troika_engine::{Chunk, Runner, WantLogits};
 use troika_graph::Acceptance;
 use troika_prompt::{Tokenizer, encode_completion};
 
+use crate::hybrid::HybridArgs;
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
 
@@ -28,6 +29,8 @@ pub(crate) struct Args {
     files: Vec<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hybrid: HybridArgs,
     /// Tokens of a window.
     #[arg(long, default_value_t = 2048, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
@@ -93,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let class = args.model.class_or(NumericClass::Exact);
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
-    let mut runner = model.runner(args.model.runner_options(class))?;
+    let mut runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
     let mut other = match args.against {
         None => None,
         Some(class) => {

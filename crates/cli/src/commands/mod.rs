@@ -2,11 +2,13 @@
 
 pub(crate) mod bench;
 pub(crate) mod cache;
+pub(crate) mod devices;
 pub(crate) mod eval;
 pub(crate) mod explain;
 pub(crate) mod inspect;
 pub(crate) mod launch;
 pub(crate) mod logits;
+pub(crate) mod plan;
 pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod synth;

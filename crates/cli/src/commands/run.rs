@@ -18,6 +18,7 @@ use troika_prompt::{
 };
 
 use super::serve::{Signal, terminated};
+use crate::hybrid::HybridArgs;
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
@@ -35,6 +36,8 @@ pub(crate) struct Args {
     file: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hybrid: HybridArgs,
     /// Take the prompt as a user's message to answer, not as a text to continue.
     #[arg(long)]
     chat: bool,
@@ -104,7 +107,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         cache_bytes: 0,
         snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
-    let engine = Engine::start(model.runner(args.model.runner_options(class))?, options)?;
+    let engine = Engine::start(model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?, options)?;
     memory::report(&engine)?;
     let loaded = start.elapsed();
     let prompt_tokens = request.prompt.len();

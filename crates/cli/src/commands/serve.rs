@@ -14,6 +14,7 @@ use troika_engine::{DiskTier, Engine, EngineOptions};
 use troika_kvstore::Store;
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 
+use crate::hybrid::HybridArgs;
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::{ModelArgs, OpenModel};
 use crate::size::Size;
@@ -26,6 +27,8 @@ use crate::size::Size;
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hybrid: HybridArgs,
     /// Address to listen on. Addresses that other machines can reach need an API key.
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: IpAddr,
@@ -182,7 +185,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
-    let runner = model.runner(args.model.runner_options(class))?;
+    let runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
     let device = runner.device_description().to_owned();
     let (disk, degraded) = disk_tier(args, &model)?;
     let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
@@ -222,7 +225,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         let _ = shutdown.wait_for(|told| *told).await;
     })
     .await?;
-    watcher.abort();
     tokio::task::spawn_blocking(move || engine.shutdown()).await?;
+    // Not before: a second signal also ends the wait for a slow disk.
+    watcher.abort();
     Ok(ExitCode::SUCCESS)
 }

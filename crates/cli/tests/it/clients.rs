@@ -48,9 +48,16 @@ fn leave(server: &Server, body: &Value, events: usize, pause: Duration) {
     let _ = socket.shutdown(Shutdown::Both);
 }
 
-fn gauges(server: &Server) -> [u64; 2] {
-    let health: Value = serde_json::from_str(&server.request("GET", "/health", "").1).expect("JSON");
-    ["queued", "running"].map(|name| health[name].as_u64().expect("a number"))
+/// What is not as it was before anybody came.
+fn left_behind(server: &Server) -> Vec<String> {
+    let metrics = server.request("GET", "/metrics", "").1;
+    let gauges =
+        ["queued_requests", "running_requests", "state_bytes", "state_used_blocks", "cache_disk_loading_requests"];
+    let lines = gauges.map(|name| {
+        let line = metrics.lines().find(|line| line.starts_with(&format!("troika_{name} ")));
+        line.unwrap_or_else(|| panic!("no {name} in {metrics}")).to_owned()
+    });
+    lines.into_iter().filter(|line| !line.ends_with(" 0")).collect()
 }
 
 /// Whoever goes away, queued, in prefill or in decode, leaves the server as it was.
@@ -60,6 +67,14 @@ fn two_hundred_clients_leave_nothing_behind() {
     let server = Server::start_with(&["--model", &scratch.arg("model"), "--max-running", "2", "--chunk", "64"]);
     let mut dice = Dice(11);
     let long = "one two three four five six seven eight nine ten ".repeat(60);
+    // The gauges do count.
+    std::thread::scope(|scope| {
+        scope.spawn(|| leave(&server, &long_answer("hello"), 1, Duration::from_millis(300)));
+        let start = Instant::now();
+        while left_behind(&server).len() < 3 {
+            assert!(start.elapsed() < Duration::from_secs(5), "a running stream shows: {:?}", left_behind(&server));
+        }
+    });
     let mut times = Vec::new();
     for round in 0..200 {
         let pause = Duration::from_micros(dice.roll(8000));
@@ -78,8 +93,8 @@ fn two_hundred_clients_leave_nothing_behind() {
         times.push(start.elapsed());
         if round % 50 == 49 {
             let start = Instant::now();
-            while gauges(&server) != [0, 0] {
-                assert!(start.elapsed() < Duration::from_secs(5), "round {round}: {:?} are left", gauges(&server));
+            while !left_behind(&server).is_empty() {
+                assert!(start.elapsed() < Duration::from_secs(5), "round {round}: {:?}", left_behind(&server));
                 std::thread::sleep(Duration::from_millis(5));
             }
         }

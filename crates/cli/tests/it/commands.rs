@@ -9,7 +9,8 @@ use troika_testkit::{assert_close, oracle_dir};
 
 use crate::support::{Ran, Scratch, command, text, troika};
 
-const COMMANDS: [&str; 9] = ["run", "serve", "bench", "eval", "logits", "inspect", "explain", "synth", "cache"];
+const COMMANDS: [&str; 11] =
+    ["run", "serve", "bench", "eval", "logits", "inspect", "explain", "devices", "plan", "synth", "cache"];
 
 #[test]
 fn help_teaches_every_command() {
@@ -75,7 +76,8 @@ fn wrong_input_gets_a_clear_error() {
     let empty = scratch.write("empty.txt", b"");
     troika(&["eval", &empty, "--model", &model]).fails(1, &["empty.txt", "no text"]);
     troika(&["explain", "--config", "/no/such/config.json"]).fails(1, &["/no/such/config.json"]);
-    troika(&["bench", "--model", &model, "--prompt-lengths", "99999999"]).fails(1, &["tokens do not fit", "context"]);
+    troika(&["bench", "in-process", "--model", &model, "--prompt-lengths", "99999999"])
+        .fails(1, &["tokens do not fit", "context"]);
     troika(&["synth", "--preset", "mini", &model]).fails(1, &["not an empty directory"]);
     troika(&["synth", "--preset", "huge", "x"]).fails(2, &["mini", "true2", "flash-slice"]);
 }
@@ -179,8 +181,20 @@ fn reports_are_json_with_the_promised_keys() {
     assert_ne!(wider["bits_per_byte"], eval["bits_per_byte"], "the window is applied");
 
     let out = scratch.arg("bench.json");
-    let args =
-        ["bench", "--model", &model, "--prompt-lengths", "20,40", "--generate", "4", "--rounds", "2", "--json", &out];
+    let args = [
+        "bench",
+        "in-process",
+        "--model",
+        &model,
+        "--prompt-lengths",
+        "20,40",
+        "--generate",
+        "4",
+        "--rounds",
+        "2",
+        "--json",
+        &out,
+    ];
     troika(&args).ok();
     let bench: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).expect("written")).expect("JSON");
     assert_eq!(bench["cpu_level"], CpuLevel::best().name());

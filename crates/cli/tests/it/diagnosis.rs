@@ -131,6 +131,11 @@ fn metrics_and_records_tell_what_was_done() {
         ("troika_cache_skipped_blocks_total{reason=\"no_room\"}", 0.0),
         ("troika_cache_disk_dropped_writes_total", 0.0),
         ("troika_cache_disk_quarantined_files_total", 0.0),
+        ("troika_cache_disk_failed_files_total{op=\"read\"}", 0.0),
+        ("troika_cache_disk_failed_files_total{op=\"write\"}", 0.0),
+        ("troika_cache_disk_not_asked_prefixes_total", 0.0),
+        ("troika_cache_disk_loading_requests", 0.0),
+        ("troika_cache_disk_failed", 0.0),
         ("troika_up", 1.0),
     ] {
         assert_eq!(sample(name), value, "{name}");
@@ -277,6 +282,7 @@ fn the_cache_folder_is_looked_after() {
 
     let server = Server::with(&model, &["--cache-dir", &dir]);
     post(&server, "", &ask(&prompt(3, PROMPT_TOKENS), 2));
+    troika(&["cache", "clear", &dir]).fails(1, &["in use by another process", &dir]);
     server.stop();
     let files: Vec<_> =
         std::fs::read_dir(scratch.path("cache")).expect("there").map(|file| file.expect("there").path()).collect();

@@ -1,8 +1,10 @@
 //! The `troika` command as a user meets it: real processes, real files, exit codes and messages.
 
+mod benchmark;
 mod clients;
 mod commands;
 mod diagnosis;
+mod hybrid;
 #[cfg(target_os = "linux")]
 mod memory;
 mod serving;

@@ -5,7 +5,7 @@ use std::io;
 /// One processor of each physical core, of those that this process may use; empty where the system does not say. Two
 /// threads on one core share its vector units, so a second one only takes from the first.
 #[cfg(target_os = "linux")]
-pub(super) fn physical() -> Vec<usize> {
+pub(crate) fn physical() -> Vec<usize> {
     let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
     let mut cores = std::collections::BTreeSet::new();
     let all = (0..rustix::thread::CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu));
@@ -19,18 +19,18 @@ pub(super) fn physical() -> Vec<usize> {
 
 /// Keeps the caller's thread on a processor.
 #[cfg(target_os = "linux")]
-pub(super) fn pin(cpu: usize) -> io::Result<()> {
+pub(crate) fn pin(cpu: usize) -> io::Result<()> {
     let mut set = rustix::thread::CpuSet::new();
     set.set(cpu);
     Ok(rustix::thread::sched_setaffinity(None, &set)?)
 }
 
 #[cfg(not(target_os = "linux"))]
-pub(super) fn physical() -> Vec<usize> {
+pub(crate) fn physical() -> Vec<usize> {
     Vec::new()
 }
 
 #[cfg(not(target_os = "linux"))]
-pub(super) fn pin(_: usize) -> io::Result<()> {
+pub(crate) fn pin(_: usize) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, "threads can be pinned on Linux only"))
 }

@@ -3,10 +3,10 @@
 //!
 //! `weights.rs` has the loaded weights, `ops.rs` what each operation does, `pool.rs` the threads, `cores.rs` where they run.
 
-mod cores;
+pub(crate) mod cores;
 mod ops;
 #[expect(unsafe_code, reason = "tasks borrow from their caller, which the type of a thread cannot say")]
-mod pool;
+pub(crate) mod pool;
 mod weights;
 
 use std::collections::VecDeque;
@@ -14,13 +14,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use troika_base::NumericClass;
+use troika_base::{NumericClass, StoredTensor};
 use troika_graph::{NodeId, WeightSource};
-pub use troika_kernels::CpuLevel;
+pub use troika_kernels::{CpuLevel, REVISION};
 use troika_kernels::{Ctx, Parallel};
 
+use crate::npu::ChannelWeights;
 use crate::run::StepRun;
-use crate::{Capabilities, Device, DeviceError, DeviceKind, Priority, Report, Work};
+use crate::{Capabilities, Device, DeviceError, DeviceKind, Output, Part, Priority, Report, Work};
 use pool::Pool;
 use weights::CpuWeights;
 pub use weights::{WeightForm, WeightMemory, weight_form, weight_memory};
@@ -95,11 +96,21 @@ impl CpuDevice {
         Ok(Self { capabilities, weights: OnceLock::new(), class, level: options.level, queue, pool })
     }
 
-    fn execute(&self, pool: &Pool, run: &StepRun, node: NodeId) -> Result<(), String> {
+    /// Rounds a tensor to one scale per output channel, on the device's threads.
+    pub fn pack_channels(&self, tensor: &StoredTensor) -> ChannelWeights {
+        let pool = lock(&self.pool);
+        ChannelWeights::pack_channels(Ctx { level: self.level, par: &*pool }, tensor)
+    }
+
+    fn execute(&self, pool: &Pool, run: &StepRun, node: NodeId, part: Option<&Part>) -> Result<(), String> {
         let weights = self.weights.get().ok_or("no weights are loaded")?;
         let ctx = Ctx { level: self.level, par: pool };
+        let body = || match part {
+            Some(part) => compute_part(ctx, run, node, part),
+            None => ops::execute(ctx, weights, run, node),
+        };
         // A panic is a defect of ours; it ends the step, not the process.
-        catch_unwind(AssertUnwindSafe(|| ops::execute(ctx, weights, run, node))).map_err(|panic| {
+        catch_unwind(AssertUnwindSafe(body)).map_err(|panic| {
             let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
             let op = run.graph().node(node).op.name();
             format!("operation {op} failed: {}", text.unwrap_or("no message"))
@@ -133,7 +144,7 @@ impl Device for CpuDevice {
         let mut start = Instant::now();
         loop {
             let node = job.work.nodes[job.elapsed_ns.len()];
-            let result = self.execute(&pool, &job.work.run, node);
+            let result = self.execute(&pool, &job.work.run, node, job.work.part.as_ref());
             let end = Instant::now();
             let failure = result.err();
             if failure.is_none() {
@@ -162,13 +173,25 @@ impl Device for CpuDevice {
 
 impl Job {
     fn report(self, failure: Option<String>) {
-        let Self { work: Work { run, nodes, done, .. }, elapsed_ns } = self;
-        let report = Report { step: run.id(), nodes, elapsed_ns, failure };
+        let Self { work: Work { run, nodes, part, done, .. }, elapsed_ns } = self;
+        let report = Report { step: run.id(), nodes, part: part.map(|part| part.id), elapsed_ns, failure };
         // Whoever takes the report wants the step for itself.
         drop(run);
         // If nobody waits for the step any more, nobody misses the report.
         let _ = done.send(report);
     }
+}
+
+/// Does a part in the arithmetic of its procedure, any number of rows.
+fn compute_part(ctx: Ctx<'_>, run: &StepRun, node: NodeId, part: &Part) {
+    let node = run.graph().node(node);
+    let cols = part.procedure.input_cols();
+    let x = run.read_f32(node.inputs[0]);
+    let x = &x[part.rows.start * cols..part.rows.end * cols];
+    let places = part.procedure.outputs(&part.rows).into_iter();
+    let mut guards: Vec<_> = places.zip(&node.outputs).map(|(place, value)| run.write_columns(*value, place)).collect();
+    let mut outputs: Vec<Output<'_>> = guards.iter_mut().map(|guard| guard.output()).collect();
+    part.procedure.compute(ctx, x, &mut outputs);
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -181,7 +204,7 @@ mod tests {
     use std::sync::Arc;
     use std::sync::mpsc::channel;
 
-    use troika_base::{SequenceId, StepId, StoredTensor};
+    use troika_base::{SequenceId, StepId};
     use troika_graph::{
         Acceptance, Element, GraphBuilder, Kind, Node, Op, Scope, Segment, StepRows, ValueId, WeightKey,
     };
@@ -228,7 +251,7 @@ mod tests {
         let (done, reports) = channel();
         let submit = |id: u64, count: u32, priority| {
             let nodes = (0..count).map(NodeId).collect();
-            let work = Work { run: step(id, count), nodes, priority, done: done.clone() };
+            let work = Work { run: step(id, count), nodes, part: None, priority, done: done.clone() };
             device.submit(work).expect("it runs");
         };
         let drive = |max_nodes: usize| {

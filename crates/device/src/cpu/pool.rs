@@ -31,7 +31,7 @@ const CLOSED: u64 = 1 << 16;
 const REGION: u64 = 1 << 17;
 
 /// One caller and some workers.
-pub(super) struct Pool {
+pub(crate) struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     /// Held by the caller of a region. A region inside a region runs on its caller's thread alone.
@@ -76,7 +76,7 @@ unsafe impl Send for Shared {}
 impl Pool {
     /// A pool of `threads` threads, of which the caller is one; 0 = one per physical core. With `pin` each stays on a core
     /// of its own, callers included from [`Self::stay_awake`] on.
-    pub(super) fn new(threads: usize, pin: bool) -> io::Result<Self> {
+    pub(crate) fn new(threads: usize, pin: bool) -> io::Result<Self> {
         let cores = cores::physical();
         let threads = match threads {
             // The system may grant less time than it shows cores.

@@ -33,7 +33,8 @@ pub trait StepRunner {
     /// What a sequence keeps in each layer.
     fn state_shape(&self) -> &StateShape;
 
-    /// Name of the numeric class and of what else the bits depend on: rows of one name never meet those of another.
+    /// Everything but weights and tokens that the bits of rows depend on: the numeric class, whether the CPU fuses, the
+    /// kernels' revision. Rows of one arithmetic never meet those of another.
     fn arithmetic(&self) -> String;
 
     /// How rows of that class lie in files.
@@ -135,8 +136,8 @@ impl<R: StepRunner> Core<R> {
     pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
-        let (class, packing) = (runner.arithmetic(), runner.packing());
-        let identity = CacheIdentity { class, packing, ..CacheIdentity::default() };
+        let (arithmetic, packing) = (runner.arithmetic(), runner.packing());
+        let identity = CacheIdentity { arithmetic, packing, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
@@ -159,7 +160,7 @@ impl<R: StepRunner> Core<R> {
         self.publish();
     }
 
-    /// Waits until everything is on disk that is to be.
+    /// Waits until everything is on disk that is to be, but not for ever.
     pub fn flush(&self) {
         if let Some(prefixes) = &self.prefixes {
             prefixes.flush();

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 
 use troika_device::StateShape;
 use troika_device::state::{AttachError, BlockRows, Boundary, Packing};
@@ -28,6 +29,8 @@ pub struct DiskTier {
 
 /// A sequence does without what is kept of it if no file of it has arrived for so long.
 const MAX_SILENCE_US: u64 = 10_000_000;
+/// An engine that ends waits so long for what is to be written.
+const MAX_FLUSH: Duration = Duration::from_secs(20);
 
 /// Names what is being read for a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -127,6 +130,9 @@ impl Disk {
             }
         }
         disk.store.remove(&gone);
+        // What the store counts shows in the status also if nobody asks for anything meanwhile.
+        let wake = Arc::clone(&disk.wake);
+        disk.store.when_idle(move || wake());
         disk
     }
 
@@ -253,6 +259,13 @@ impl Disk {
         }
     }
 
+    /// A sequence resumed after `chain` with what memory has: that is use, too.
+    pub(super) fn touch(&mut self, chain: &[BlockHash]) {
+        if let Some(lease) = self.index.lookup(chain).lease {
+            self.index.release(lease);
+        }
+    }
+
     /// Blocks of `chain` after which a sequence could resume from here.
     pub(super) fn peek(&self, chain: &[BlockHash]) -> usize {
         self.index.peek(chain)
@@ -354,7 +367,7 @@ impl Disk {
     }
 
     pub(super) fn flush(&self) {
-        self.store.flush();
+        self.store.flush(MAX_FLUSH);
     }
 }
 

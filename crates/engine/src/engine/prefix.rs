@@ -70,7 +70,7 @@ struct Kept {
 pub(super) struct CacheIdentity {
     pub(super) weights: Vec<u8>,
     pub(super) tokenizer: Vec<u8>,
-    pub(super) class: String,
+    pub(super) arithmetic: String,
     pub(super) packing: Packing,
 }
 
@@ -99,7 +99,7 @@ impl Prefixes {
         self.publish();
     }
 
-    /// Waits until everything is on disk that is to be.
+    /// Waits until everything is on disk that is to be, but not for ever.
     pub(super) fn flush(&self) {
         if let Some(disk) = &self.disk {
             disk.flush();
@@ -112,7 +112,7 @@ impl Prefixes {
             weights: &self.identity.weights,
             tokenizer: &self.identity.tokenizer,
             layout: self.identity.packing.layout_version(),
-            class: &self.identity.class,
+            arithmetic: &self.identity.arithmetic,
             tenant: tenant.as_bytes(),
         };
         Thread {
@@ -141,6 +141,9 @@ impl Prefixes {
         let lease = found.lease?;
         let hit = self.attach(&found.blocks, shape);
         self.cache.release(lease);
+        if let Some(disk) = &mut self.disk {
+            disk.touch(&thread.chain[..found.blocks.len()]);
+        }
         self.publish();
         let hit = hit?;
         (thread.stored, thread.last) = (found.blocks.len(), found.blocks.last().copied());
@@ -393,13 +396,14 @@ impl Prefixes {
         self.status.hits = counters.hits;
         self.status.stored = counters.blocks_stored;
         self.status.evicted = counters.blocks_evicted;
-        if let Some(disk) = &self.disk {
-            disk.report(&mut self.status);
-        }
     }
 
     pub(super) fn status(&self) -> CacheStatus {
-        self.status
+        let mut status = self.status;
+        if let Some(disk) = &self.disk {
+            disk.report(&mut status);
+        }
+        status
     }
 
     /// Sequences that wait for the disk.

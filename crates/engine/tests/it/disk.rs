@@ -133,6 +133,7 @@ fn a_restart_forgets_nothing() {
     let first = engine(dir.path(), 1 << 30, "w", CACHED);
     let (cold, usage) = answer(&first, request(prompt.clone(), 20));
     assert_eq!(usage.cached_tokens, 0);
+    wait_until("the status has what was written meanwhile", || first.status().cache.disk_written == 4);
     first.shutdown();
     assert!(first.status().cache.disk_blocks == 3, "{:?}", first.status().cache);
     drop(first);
@@ -216,6 +217,23 @@ fn ten_megabytes_are_ten_megabytes() {
         drop(running);
         assert!(total() <= limit && total() > limit / 2, "{} bytes", total());
     }
+}
+
+/// Found in memory again and again, a prefix is not what goes from the disk.
+#[test]
+fn use_in_memory_is_use_on_disk() {
+    let dir = scratch_dir();
+    let (limit, prompt) = (5_000_000, tokens(1, 3 * 128 + 5));
+    let running = engine(dir.path(), limit, "w", CACHED);
+    for seed in 2..40 {
+        answer(&running, request(prompt.clone(), 2));
+        answer(&running, request(tokens(seed, 500), 2));
+    }
+    assert!(running.status().cache.disk_used_bytes > limit / 2 && running.status().cache.blocks > 39 * 3 / 2);
+    drop(running);
+    let again = engine(dir.path(), limit, "w", CACHED);
+    assert_eq!(answer(&again, request(prompt, 2)).1.cached_tokens_from_disk, 384);
+    assert_eq!(answer(&again, request(tokens(2, 500), 2)).1.cached_tokens, 0, "that one had to go");
 }
 
 #[test]

@@ -66,6 +66,21 @@ impl Int8Matrix {
     ///
     /// If `w` is a table of integers.
     pub fn pack(ctx: Ctx, w: &StoredTensor) -> Self {
+        Self::pack_groups(ctx, w, 1)
+    }
+
+    /// As [`Self::pack`] with one scale per output, as fixed-shape engines want it. An output that holds a number which is
+    /// not finite becomes NaN.
+    ///
+    /// # Panics
+    ///
+    /// If `w` is a table of integers.
+    pub fn pack_channels(ctx: Ctx, w: &StoredTensor) -> Self {
+        Self::pack_groups(ctx, w, w.cols().div_ceil(GROUP).max(1))
+    }
+
+    /// `shared` groups of an output have one scale.
+    fn pack_groups(ctx: Ctx, w: &StoredTensor, shared: usize) -> Self {
         let (rows, cols) = (w.rows(), w.cols());
         let (strips, groups) = (rows.div_ceil(STRIP), cols.div_ceil(GROUP));
         let mut codes = vec![[0; STRIP * GROUP]; strips * groups];
@@ -75,8 +90,13 @@ impl Int8Matrix {
             let mut row = vec![0.0; groups * GROUP];
             for (lane, output) in (strip * STRIP..rows.min((strip + 1) * STRIP)).enumerate() {
                 source.decode(ctx.level, output, 0, &mut row[..cols]);
-                for ((x, codes), scales) in row.as_chunks::<GROUP>().0.iter().zip(&mut *codes).zip(&mut *scales) {
-                    scales[lane] = round_group(x, |place, code| codes[place / 4 * 32 + lane * 4 + place % 4] = code);
+                let runs = row.as_chunks::<GROUP>().0.chunks(shared);
+                for ((run, codes), scales) in runs.zip(codes.chunks_mut(shared)).zip(scales.chunks_mut(shared)) {
+                    let scale = common_scale(run.as_flattened());
+                    for ((x, codes), scales) in run.iter().zip(codes).zip(scales) {
+                        round_group(x, scale, |place, code| codes[place / 4 * 32 + lane * 4 + place % 4] = code);
+                        scales[lane] = scale;
+                    }
                 }
             }
         });
@@ -147,10 +167,8 @@ impl Strip<'_> {
     }
 }
 
-/// Rounds 32 weights, calls `put` with the place and code of each, and returns their scale.
-fn round_group(x: &[f32; GROUP], mut put: impl FnMut(usize, i8)) -> u16 {
-    /// 1.5 · 2^23.
-    const ROUND: f32 = 12_582_912.0;
+/// The bf16 step that rounds every number of `x` to at most 127 steps; NaN if one is not finite, 0 if all are tiny.
+fn common_scale(x: &[f32]) -> u16 {
     /// bf16's quiet NaN.
     const NAN: u16 = 0x7fc0;
     let amax = x.iter().fold(0.0f32, |max, x| max.max(x.abs()));
@@ -159,15 +177,19 @@ fn round_group(x: &[f32; GROUP], mut put: impl FnMut(usize, i8)) -> u16 {
     }
     // Rounded up, so that no code exceeds 127.
     let scale = ((amax / 127.0).to_bits().wrapping_add(0xffff) >> 16) as u16;
+    if bf16_to_f32(scale).is_normal() { scale } else { 0 }
+}
+
+/// Rounds 32 weights to multiples of `scale` and calls `put` with the place and code of each.
+fn round_group(x: &[f32; GROUP], scale: u16, mut put: impl FnMut(usize, i8)) {
+    /// 1.5 · 2^23.
+    const ROUND: f32 = 12_582_912.0;
     let step = bf16_to_f32(scale);
-    if step > 0.0 && step.is_normal() {
+    if step.is_normal() {
         for (place, &column) in ORDER.iter().enumerate() {
             // Rounds to the nearest integer, which is left in the low mantissa bits.
             put(place, (x[column] / step + ROUND).to_bits() as i8);
         }
-        scale
-    } else {
-        0
     }
 }
 

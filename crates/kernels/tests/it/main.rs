@@ -1,6 +1,7 @@
 //! Kernels against their reference loops, against golden files, and against themselves (the row contract).
 
 mod allocations;
+mod channels;
 mod contract;
 mod formats;
 mod golden;

@@ -1,9 +1,12 @@
 //! The index alone: names, leases, what goes first, and books that add up.
 
+use std::collections::BTreeSet;
+
 use proptest::prelude::*;
 use troika_kvcache::{BlockHash, BlockId, Cache, Evicted, Identity, Skip, chain};
 
-const IDENTITY: Identity<'static> = Identity { weights: b"w", tokenizer: b"t", layout: 1, class: "exact", tenant: b"" };
+const IDENTITY: Identity<'static> =
+    Identity { weights: b"w", tokenizer: b"t", layout: 1, arithmetic: "exact", tenant: b"" };
 
 fn names(tokens: &[u32]) -> Vec<BlockHash> {
     chain(IDENTITY.root(), tokens, 4)
@@ -40,7 +43,7 @@ fn names_cover_everything_the_rows_depend_on() {
         Identity { weights: b"x", ..IDENTITY },
         Identity { tokenizer: b"x", ..IDENTITY },
         Identity { layout: 2, ..IDENTITY },
-        Identity { class: "official", ..IDENTITY },
+        Identity { arithmetic: "official", ..IDENTITY },
         Identity { tenant: b"x", ..IDENTITY },
         Identity { weights: b"wt", tokenizer: b"", ..IDENTITY },
     ];
@@ -96,6 +99,32 @@ fn what_is_used_stays_longer() {
     put(&mut cache, &third, &[2]);
     assert_eq!(cache.lookup(&names(&used)).blocks.len(), 2);
     assert_eq!(cache.lookup(&names(&unused)).blocks.len(), 0);
+}
+
+/// A full disk of a small model has as many blocks, and each one stored makes room for itself on the engine's thread.
+#[test]
+#[expect(clippy::disallowed_types, reason = "a bound on time")]
+fn room_among_many_blocks_is_found_fast() {
+    const BLOCKS: u32 = 100_000;
+    let mut cache = Cache::new(u64::from(BLOCKS) * 10);
+    let (mut evicted, parent) = (Vec::new(), names(&[1, 2, 3, 4])[0]);
+    let root = cache.insert(None, parent, 10, &mut evicted).expect("room").0;
+    let mut insert = |number: u32, evicted: &mut Vec<Evicted>| {
+        let (id, _) = cache.insert(Some(root), parent.child(&[number]), 10, evicted).expect("room");
+        id
+    };
+    let ids: Vec<BlockId> = (1..BLOCKS).map(|number| insert(number, &mut evicted)).collect();
+    assert!(evicted.is_empty());
+    let start = std::time::Instant::now();
+    for number in BLOCKS..BLOCKS + 2000 {
+        insert(number, &mut evicted);
+    }
+    assert!(start.elapsed() < std::time::Duration::from_secs(2), "{:?}", start.elapsed());
+    // Those used longest ago, as far as powers of two tell.
+    let old: BTreeSet<&BlockId> = ids[..ids.len() / 2].iter().collect();
+    assert_eq!(evicted.len(), 2000);
+    assert!(evicted.iter().all(|gone| matches!(gone, Evicted::Block(id) if old.contains(id))));
+    cache.check_invariants();
 }
 
 #[test]

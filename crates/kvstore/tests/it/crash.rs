@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use troika_kvstore::{Read, verify};
 use troika_testkit::scratch_dir;
 
-use super::{NO_LIMIT, open, payload, put};
+use super::{NO_LIMIT, PATIENCE, open, payload, put};
 
 const DIR: &str = "TROIKA_TEST_CRASH_DIR";
 
@@ -20,7 +20,7 @@ fn writes_for_ever() {
         let n = (round % 200 + 1) as u8;
         put(&store, n, 20_000 + usize::from(n));
         if round % 8 == 0 {
-            store.flush();
+            store.flush(PATIENCE);
         }
         if round % 5 == 0 {
             store.remove(&[super::name(n)]);

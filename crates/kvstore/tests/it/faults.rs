@@ -4,12 +4,15 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
+use troika_kvstore::files::FileSystem as _;
+use troika_kvstore::format::HEADER_BYTES;
 use troika_kvstore::{Hands, Read, Store, StoreError, usage};
 use troika_testkit::disk::{FakeDisk, Faults};
 use troika_testkit::scratch_dir;
 
-use super::{NO_LIMIT, name, open, payload, put};
+use super::{NO_LIMIT, PATIENCE, name, open, payload, put};
 
 const DIR: &str = "cache";
 
@@ -98,6 +101,61 @@ fn an_unreadable_disk_is_left_alone_and_tried_again() {
     assert_eq!((store.status().read_failure, found.load(Ordering::Relaxed)), (None, taken));
 }
 
+/// Between two listings the store counts for itself, exactly: what is dropped did not fit, and what is written did.
+#[test]
+fn a_large_directory_is_listed_seldom() {
+    const LIMIT: u64 = 50_000;
+    let disk = FakeDisk::new(1);
+    let (store, _, hands) = Store::open_idle(disk.clone(), Path::new(DIR), LIMIT).expect("opens");
+    let used = || disk.files().values().map(|file| file.len() as u64).sum::<u64>();
+    let before = disk.listings();
+    let list_takes = Duration::from_millis(50);
+    disk.set_faults(Faults { list_takes, ..Faults::default() });
+    let start = Instant::now();
+    for n in 1..=200u8 {
+        let (bytes, fits) = (u64::from(n) * 10, used() + u64::from(n) * 10 + HEADER_BYTES as u64 <= LIMIT);
+        put(&store, n, bytes as usize);
+        work(&hands);
+        assert_eq!(store.read(name(n), 1) != Read::Missing, fits, "{n}");
+        assert!(used() <= LIMIT);
+        if !fits {
+            // The second never was there.
+            store.remove(&[name(n / 2), name(n)]);
+            work(&hands);
+        }
+    }
+    let most = 1 + (start.elapsed().as_millis() / (20 * list_takes.as_millis())) as u64;
+    assert!((1..=most).contains(&(disk.listings() - before)), "{} listings", disk.listings() - before);
+    assert!(store.status().dropped > 10);
+    // What others put there is seen after a while, and so is what could not be removed.
+    disk.write(&Path::new(DIR).join("foreign"), &[&[0; 45_000]]).expect("writable");
+    std::thread::sleep(list_takes * 21);
+    let listings = disk.listings();
+    assert!(write(&store, &hands, 210) && store.read(name(210), 1) == Read::Missing, "no room");
+    assert_eq!((disk.listings() - listings, store.status().foreign_bytes), (1, 45_000));
+    disk.set_faults(Faults { read_only: true, ..Faults::default() });
+    let kept = (1..=200).find(|n| store.read(name(*n), 1) != Read::Missing).expect("some are there");
+    store.remove(&[name(kept)]);
+    work(&hands);
+    disk.set_faults(Faults::default());
+    write(&store, &hands, 211);
+    assert_eq!(store.status().foreign_bytes, 45_000 + u64::from(kept) * 10 + HEADER_BYTES as u64);
+}
+
+/// Closing does not wait for a disk that hangs; what waited is counted.
+#[test]
+fn a_disk_that_hangs_is_not_waited_for() {
+    let disk = FakeDisk::new(1);
+    let (store, _) = Store::open_on(disk.clone(), Path::new(DIR), NO_LIMIT).expect("opens");
+    let start = Instant::now();
+    disk.set_faults(Faults { write_takes: Duration::from_secs(60), ..Faults::default() });
+    (1..=5).for_each(|n| assert!(put(&store, n, 100)));
+    store.flush(Duration::from_millis(100));
+    assert_eq!(store.status().dropped, 4, "all but the one it hangs at");
+    drop(store);
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+}
+
 #[test]
 fn queues_have_bounds() {
     let (store, hands) = on(&FakeDisk::new(1));
@@ -160,7 +218,7 @@ fn a_real_disk_that_is_full_and_then_read_only() {
     let (store, _) = open(dir, NO_LIMIT);
     let write = |n| {
         put(&store, n, 9000);
-        store.flush();
+        store.flush(PATIENCE);
     };
     (1..=20).for_each(write);
     let status = store.status();

@@ -6,6 +6,7 @@ mod faults;
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 use proptest::prelude::*;
 use troika_kvcache::BlockHash;
@@ -14,6 +15,7 @@ use troika_kvstore::{Header, Kind, Name, Read, Store, StoreError, clear, usage, 
 use troika_testkit::scratch_dir;
 
 const NO_LIMIT: u64 = 1 << 40;
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn name(n: u8) -> Name {
     Name { kind: Kind::Rows, hash: BlockHash([n; 32]) }
@@ -54,7 +56,7 @@ fn what_was_put_is_there_after_a_restart() {
     assert_eq!(store.read(name(9), 1), Read::Missing);
     assert_eq!(store.read(name(1), 2), Read::Missing, "of another layout");
     store.remove(&[name(2), name(3)]);
-    store.flush();
+    store.flush(PATIENCE);
     assert_eq!(store.read(name(2), 1), Read::Missing);
     drop(store);
     assert_eq!(usage(dir.path()).expect("readable").files, 3);
@@ -74,13 +76,57 @@ fn half_written_files_go_and_foreign_ones_count() {
     let dir = scratch_dir();
     drop(open(dir.path(), NO_LIMIT));
     fs::write(dir.path().join("tmp-1-1"), vec![0; 5000]).expect("writable");
+    fs::write(dir.path().join(format!("{}.damaged", name(3))), vec![0; 500]).expect("writable");
     fs::write(dir.path().join("holiday.jpg"), vec![0; 7000]).expect("writable");
     fs::create_dir(dir.path().join("folder")).expect("writable");
     fs::write(dir.path().join("folder/more"), vec![0; 3000]).expect("writable");
     let (store, _) = open(dir.path(), NO_LIMIT);
     assert_eq!(store.status().foreign_bytes, 10_000);
     assert!(!dir.path().join("tmp-1-1").exists());
+    assert!(!dir.path().join(format!("{}.damaged", name(3))).exists());
     assert!(dir.path().join("holiday.jpg").exists());
+}
+
+/// A folder named by mistake: names that only look like ours are somebody's.
+#[test]
+fn foreign_files_are_never_touched() {
+    let dir = scratch_dir();
+    let names = ["tmp-letter.txt", "tmp-1", "tmp-1-x", "photo.damaged", ".damaged", "ab.rows", "x.rows.damaged"];
+    for foreign in names {
+        fs::write(dir.path().join(foreign), "mine").expect("writable");
+    }
+    let (store, items) = open(dir.path(), NO_LIMIT);
+    assert_eq!((items.len(), store.status().foreign_bytes), (0, 4 * names.len() as u64));
+    put(&store, 1, 100);
+    drop(store);
+    assert_eq!(clear(dir.path()).expect("nobody has it open"), 1);
+    for foreign in names {
+        assert_eq!(fs::read(dir.path().join(foreign)).expect(foreign), b"mine", "{foreign}");
+    }
+}
+
+#[test]
+fn what_is_open_is_not_cleared() {
+    let dir = scratch_dir();
+    let (store, _) = open(dir.path(), NO_LIMIT);
+    put(&store, 1, 100);
+    store.flush(PATIENCE);
+    assert!(matches!(clear(dir.path()), Err(StoreError::InUse { .. })));
+    assert_eq!(store.read(name(1), 1), Read::Found(payload(1, 100)));
+    drop(store);
+    assert_eq!(clear(dir.path()).expect("nobody has it open"), 1);
+}
+
+/// Opening a pipe would wait for ever.
+#[cfg(unix)]
+#[test]
+fn pipes_and_links_are_foreign() {
+    let dir = scratch_dir();
+    let made = std::process::Command::new("mkfifo").arg(dir.path().join(name(1).to_string())).status();
+    assert!(made.expect("mkfifo is there").success());
+    std::os::unix::fs::symlink("/etc/hostname", dir.path().join(name(2).to_string())).expect("writable");
+    let (store, items) = open(dir.path(), NO_LIMIT);
+    assert!(items.is_empty() && store.status().quarantined == 0);
 }
 
 #[test]
@@ -93,7 +139,7 @@ fn the_limit_holds_whatever_else_is_there() {
             fs::write(dir.path().join("foreign"), vec![0; 20_000]).expect("writable");
         }
         put(&store, n, 3000);
-        store.flush();
+        store.flush(PATIENCE);
         let used = usage(dir.path()).expect("readable").total_bytes();
         assert!(used <= limit || n >= 20, "{used} bytes");
         if n == 30 {
@@ -113,12 +159,12 @@ fn a_vanished_directory_is_survived() {
     let inner = dir.path().join("cache");
     let (store, _) = open(&inner, NO_LIMIT);
     put(&store, 1, 100);
-    store.flush();
+    store.flush(PATIENCE);
     fs::remove_dir_all(&inner).expect("removable");
     assert_eq!(store.read(name(1), 1), Read::Missing);
     for n in 2..=6 {
         put(&store, n, 100);
-        store.flush();
+        store.flush(PATIENCE);
     }
     let status = store.status();
     assert_eq!((status.failed_writes, status.dropped), (1, 4), "it is not ours any more");
@@ -130,7 +176,7 @@ fn a_vanished_directory_is_survived() {
     for n in 1..=200 {
         put(&store, n, 100);
     }
-    store.flush();
+    store.flush(PATIENCE);
     assert_eq!((store.status().written, fs::read_dir(&inner).expect("readable").count()), (1, 0));
 }
 

@@ -358,6 +358,8 @@ impl StepEmitter<'_> {
     fn feed_forward(&mut self, scope: Scope, hashed: bool, input: ValueId) -> ValueId {
         let c = self.config;
         let (experts, top_k, dim) = (c.n_routed_experts, c.num_experts_per_tok, c.hidden_size);
+        // Before the router and the routed experts, so that its memory makes it wait for neither: it may run beside them.
+        let shared = self.shared_expert(scope, input);
         let logits = self.linear(scope, input, &[weight(scope, Role::Gate, experts, dim)])[0];
         let router = Router {
             scoring: match c.scoring_func {
@@ -384,7 +386,6 @@ impl StepEmitter<'_> {
         self.debug_tap(scope, "expert_ids", ids);
         self.debug_tap(scope, "expert_weights", weights);
         let routed = self.routed_experts(scope, [input, ids, weights]);
-        let shared = self.shared_expert(scope, input);
         let output = self.in_place(scope, Kind::SharedExpert, Op::Add, &[routed, shared]);
         self.debug_tap(scope, "ffn_out", output);
         output

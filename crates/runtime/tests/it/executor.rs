@@ -10,7 +10,7 @@ use troika_graph::{
     Acceptance, Access, Element, GraphBuilder, Kind, Node, NodeId, Op, Scope, Segment, StateEdge, StatePart, StepGraph,
     StepRows, WeightSource,
 };
-use troika_runtime::{DeviceId, Executor, ExecutorError, Plan, Priority, Step, Template, Ticket};
+use troika_runtime::{DeviceId, Executor, ExecutorError, Lane, Plan, Priority, Step, Template, Ticket};
 
 /// Takes work and does it when the test says so, on a thread of the test.
 struct Recorder {
@@ -39,7 +39,7 @@ impl Recorder {
             let (work, num_done) = queue.remove(most_urgent).expect("it is there");
             let (nodes, elapsed_ns) = (work.nodes, vec![7; num_done]);
             // A failed step may have been forgotten.
-            let _ = work.done.send(Report { step, nodes, elapsed_ns, failure: result.err() });
+            let _ = work.done.send(Report { step, nodes, part: None, elapsed_ns, failure: result.err() });
         }
         Some((step, node))
     }
@@ -115,14 +115,14 @@ fn step(template: &Arc<Template>, sequence: u64, priority: Priority) -> Step {
 }
 
 fn executor(device: &Arc<Recorder>) -> Executor {
-    Executor::new(vec![Arc::clone(device) as Arc<dyn Device>], Plan::Primary)
+    Executor::new(vec![Arc::clone(device) as Arc<dyn Device>], Plan::primary())
 }
 
 #[test]
 fn every_node_runs_once_and_is_counted() {
     let device = Recorder::new();
     let mut executor = executor(&device);
-    let template = executor.template(graph(5));
+    let template = executor.template(graph(5), Lane::Prefill);
     let nodes = template.graph().nodes().len();
     let ticket = executor.submit(step(&template, 0, Priority::Prefill)).expect("accepted");
     assert_eq!(device.queued(), nodes, "a step is one piece of work");
@@ -145,7 +145,7 @@ fn decode_steps_wait_for_their_own_sequence_alone() {
     for same in [true, false] {
         let device = Recorder::new();
         let mut executor = executor(&device);
-        let template = executor.template(graph(6));
+        let template = executor.template(graph(6), Lane::Prefill);
         let nodes = template.graph().nodes().len();
         let prefill = executor.submit(step(&template, 0, Priority::Prefill)).expect("accepted");
         (0..5).for_each(|_| assert!(device.step(Ok(())).is_some()));
@@ -178,7 +178,7 @@ fn steps_of_one_lane_follow_each_other() {
     for same in [true, false] {
         let device = Recorder::new();
         let mut executor = executor(&device);
-        let template = executor.template(graph(6));
+        let template = executor.template(graph(6), Lane::Prefill);
         let nodes = template.graph().nodes().len();
         let sequence = |i: u64| if same { 0 } else { i };
         let tickets: Vec<_> = (0..3u64)
@@ -196,7 +196,7 @@ fn steps_of_one_lane_follow_each_other() {
 fn a_failed_node_ends_its_step_and_no_other() {
     let device = Recorder::new();
     let mut executor = executor(&device);
-    let template = executor.template(graph(3));
+    let template = executor.template(graph(3), Lane::Prefill);
     let failing = executor.submit(step(&template, 0, Priority::Decode)).expect("accepted");
     assert!(device.step(Ok(())).is_some());
     assert!(device.step(Err("the cable is out".to_owned())).is_some());
@@ -223,7 +223,7 @@ fn a_failed_node_ends_its_step_and_no_other() {
 fn a_failure_reaches_the_later_steps_of_its_sequence() {
     let device = Recorder::new();
     let mut executor = executor(&device);
-    let template = executor.template(graph(3));
+    let template = executor.template(graph(3), Lane::Prefill);
     let mut submit = |sequence| executor.submit(step(&template, sequence, Priority::Prefill)).expect("accepted");
     let (failing, dependents, other) = (submit(0), [submit(0), submit(0)], submit(1));
     while !device.next_is(failing.0) {

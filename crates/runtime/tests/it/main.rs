@@ -1,3 +1,4 @@
 //! The executor on a device that does nothing but remember.
 
 mod executor;
+mod partition;

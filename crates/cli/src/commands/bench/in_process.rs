@@ -1,4 +1,4 @@
-//! `troika bench`: prefill and decode rates of a model on this machine.
+//! `troika bench in-process`: prefill and decode rates of the engine alone, without a server.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -8,20 +8,24 @@ use std::time::Instant;
 use anyhow::{Result, ensure};
 use serde::Serialize;
 use troika_base::NumericClass;
+use troika_bench::record::{StepSpan, StepTimeline};
 use troika_engine::{Chunk, Forward, Runner, WantLogits};
-use troika_graph::{Acceptance, Kind};
+use troika_graph::{Acceptance, Kind, Scope};
 
+use crate::hybrid::{HybridArgs, HybridReport};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
 
-/// Measure prompt and generation speed.
+/// Measure the engine alone, in this process: a quick look, and device time by operation.
 ///
-/// Each round runs every prompt length once, so that a slow minute of the machine touches all of them; the first round is a
+/// One arm, no server and no text: to compare features, use `troika bench`. Each round runs every prompt length once, so that a slow minute of the machine touches all of them; the first round is a
 /// warm-up and is thrown away. Rates are medians. Loading and text handling are outside the clock.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
+    #[command(flatten)]
+    hybrid: HybridArgs,
     /// Tokens of the prompts.
     #[arg(long, value_delimiter = ',', default_value = "512,2048", value_name = "N,N,...", value_parser = clap::value_parser!(u32).range(1..))]
     prompt_lengths: Vec<u32>,
@@ -37,6 +41,9 @@ pub(crate) struct Args {
     /// Also show where the time goes: device time by kind of operation, from the ledger, and the rest.
     #[arg(long)]
     profile: bool,
+    /// Also put into the JSON when each node of the last whole chunk of the longest prompt ran, and on which device.
+    #[arg(long, requires = "json")]
+    timeline: bool,
     /// Write the numbers as JSON to FILE, or to standard output with `-`.
     #[arg(long, value_name = "FILE|-")]
     json: Option<PathBuf>,
@@ -54,6 +61,10 @@ struct Report {
     results: Vec<Row>,
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<Vec<KindTime>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step: Option<StepTimeline>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hybrid: Option<HybridReport>,
 }
 
 /// What the time between nodes is called: submission, reports, choosing the token.
@@ -149,7 +160,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let longest = args.prompt_lengths.iter().max().copied().unwrap_or(0) as usize + args.generate as usize;
     let max = model.config.model.max_position_embeddings;
     ensure!(longest <= max, "{longest} tokens do not fit the model's context of {max}");
-    let mut runner = model.runner(args.model.runner_options(class))?;
+    let mut runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
     let tokens_per_round: u64 = args.prompt_lengths.iter().map(|n| u64::from(n + args.generate)).sum();
     let bar = progress::tokens("measuring", tokens_per_round * u64::from(args.rounds + 1));
     let mut samples: Vec<Vec<Sample>> = args.prompt_lengths.iter().map(|_| Vec::new()).collect();
@@ -165,6 +176,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         }
     }
     bar.finish_and_clear();
+    let step = match args.prompt_lengths.iter().max() {
+        Some(longest) if args.timeline => Some(timeline(&mut runner, *longest as usize, args.chunk as usize)?),
+        _ => None,
+    };
     let results = args.prompt_lengths.iter().zip(&samples);
     let report = Report {
         model: model.name,
@@ -176,11 +191,14 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         peak_memory_bytes: report::peak_memory_bytes(),
         results: results.map(|(length, samples)| row(class.name(), *length, args.generate, samples)).collect(),
         profile: args.profile.then(|| profile.rows()),
+        step,
+        hybrid: HybridReport::of(&runner),
     };
     match &args.json {
         Some(target) => report::write_json(target, &report)?,
         None => report::print(&table(&report))?,
     }
+    args.hybrid.check_engaged(&runner.feature())?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -191,9 +209,7 @@ fn measure(
     chunk: usize,
     mut profile: Option<&mut Profile>,
 ) -> Result<Sample> {
-    let vocab_size = runner.config().vocab_size;
-    // Any spread of ids will do; the same in every round.
-    let prompt: Vec<u32> = (0..prompt_tokens).map(|i| (i * 7919 % vocab_size) as u32).collect();
+    let prompt = prompt(runner, prompt_tokens);
     let sequence = runner.new_sequence();
     let mut step = |runner: &mut Runner, tokens: &[u32], last: bool, prefill: bool| -> Result<Option<u32>> {
         let logits = if last { WantLogits::Last(1) } else { WantLogits::No };
@@ -223,6 +239,38 @@ fn measure(
     }
     runner.drop_sequence(sequence);
     Ok(Sample { prefill_s, decode_s })
+}
+
+/// When the nodes of the last whole chunk of a prompt ran.
+fn timeline(runner: &mut Runner, prompt_tokens: usize, chunk: usize) -> Result<StepTimeline> {
+    let prompt = prompt(runner, prompt_tokens);
+    let sequence = runner.new_sequence();
+    let last = (prompt_tokens / chunk).saturating_sub(1);
+    let mut timeline = StepTimeline { tokens: 0, position: last * chunk, spans: Vec::new() };
+    for (index, tokens) in prompt.chunks(chunk).take(last + 1).enumerate() {
+        runner.keep_spans(index == last);
+        let asked = Chunk { sequence, tokens, logits: WantLogits::No, acceptance: Acceptance::Whole };
+        let forward = runner.forward(&[asked])?;
+        timeline.tokens = tokens.len();
+        let spans = forward.spans.iter().map(|span| StepSpan {
+            device: span.device.0,
+            kind: span.kind.name().to_owned(),
+            layer: if let Scope::Layer(layer) = span.scope { Some(layer) } else { None },
+            start_us: span.start_ns as f64 / 1e3,
+            end_us: span.end_ns as f64 / 1e3,
+        });
+        timeline.spans = spans.collect();
+        runner.recycle(forward);
+    }
+    runner.keep_spans(false);
+    runner.drop_sequence(sequence);
+    Ok(timeline)
+}
+
+/// Any spread of ids will do; the same in every round.
+fn prompt(runner: &Runner, tokens: usize) -> Vec<u32> {
+    let vocab_size = runner.config().vocab_size;
+    (0..tokens).map(|i| (i * 7919 % vocab_size) as u32).collect()
 }
 
 fn most_likely(forward: &Forward) -> u32 {
@@ -280,6 +328,9 @@ fn table(report: &Report) -> String {
             text += &format!("{:<24}{:>26}{:>26}\n", time.kind, cells.0, cells.1);
         }
         text += &format!("{:<24}{:>26}{:>26}\n", "all", cell(prefill, prefill), cell(decode, decode));
+    }
+    if let Some(hybrid) = &report.hybrid {
+        text += &hybrid.table();
     }
     text
 }

@@ -1,0 +1,588 @@
+//! The matrix: models, lengths and arms, in interleaved rounds, each arm of each round in a process of its own.
+//!
+//! Whatever stops it, what was measured so far is in the record, labelled. Nothing here decides what counts as a
+//! difference: see [`crate::stats`].
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use serde_json::Value;
+
+use crate::BenchError;
+use crate::arm::{Arm, ArmName, Feature, Geometry};
+use crate::client::{Answer, Ask};
+use crate::corpus::{Tokens, ids_digest};
+use crate::evidence::Evidence;
+use crate::host::{CpuTime, HostFacts, HostState};
+use crate::record::{
+    ArmRecord, Cell, CellArm, Experiment, Host, Length, ModelFacts, Profile, ProfileEntry, Program, Record, Regime,
+    SCHEMA, Sample, Settings, StepTimeline, TokenCheck, VERSION,
+};
+use crate::server::{Launch, Server};
+use crate::stats::{Difference, interval, median};
+
+/// Loading and compiling may take so long.
+const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
+/// Tokens of the discarded request, at most: every page of the weights is touched, every tile was computed once.
+const WARM_UP_TOKENS: usize = 4097;
+
+/// How long the record of a request that has ended is waited for.
+const RECORD_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    /// The `troika` program.
+    pub program: PathBuf,
+    pub settings: Settings,
+    pub arms: Vec<Arm>,
+    pub lengths: Vec<Length>,
+    pub subjects: Vec<Subject>,
+}
+
+/// One checkpoint with or without its drafter.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    pub facts: ModelFacts,
+    pub drafter: bool,
+    /// Why it cannot be measured.
+    pub unavailable: Option<String>,
+    pub tokens: Tokens,
+}
+
+/// How far it is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Progress {
+    /// Processes run, and most there will be.
+    pub done: usize,
+    pub of: usize,
+    pub what: String,
+}
+
+/// Measures everything. Ends early when `stop` becomes true or something fails; the record says so.
+///
+/// # Errors
+///
+/// If nothing could be measured at all: the program or a corpus is not what it should be.
+pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) -> Result<Record, BenchError> {
+    let prompts: Vec<Prompts> = setup.subjects.iter().map(|s| Prompts::cut(s, setup)).collect::<Result<_, _>>()?;
+    let start = HostState::now();
+    let mut record = Record {
+        schema: SCHEMA.to_owned(),
+        version: VERSION,
+        created_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
+        incomplete: None,
+        program: Program::at(&setup.program)?,
+        host: Host { facts: HostFacts::new(), start: start.clone(), end: start },
+        settings: setup.settings.clone(),
+        experiments: Vec::new(),
+    };
+    let measurable = setup.subjects.iter().filter(|subject| subject.unavailable.is_none()).count();
+    let mut progress =
+        Progress { done: 0, of: measurable * setup.arms.len() * setup.settings.max_rounds, what: String::new() };
+    for (subject, prompts) in setup.subjects.iter().zip(&prompts) {
+        let mut under_way = UnderWay::new(setup, subject, prompts);
+        let ended = if subject.unavailable.is_none() { under_way.measure(stop, &mut progress, tell) } else { Ok(()) };
+        record.experiments.push(under_way.into_experiment());
+        if let Err(error) = ended {
+            record.incomplete = Some(error.to_string());
+            break;
+        }
+    }
+    record.host.end = HostState::now();
+    Ok(record)
+}
+
+/// The prompts of one subject.
+#[derive(Debug)]
+struct Prompts {
+    warm_up: Vec<u32>,
+    profile: Vec<u32>,
+    /// By length, then by repeat.
+    cells: Vec<Vec<Repeat>>,
+}
+
+/// What one repeat sends.
+#[derive(Debug)]
+struct Repeat {
+    prompt: Vec<u32>,
+    /// In the regime `service`: an earlier prompt, and one that shares its first half.
+    shared: Option<[Vec<u32>; 2]>,
+}
+
+impl Prompts {
+    fn cut(subject: &Subject, setup: &Setup) -> Result<Self, BenchError> {
+        let mut idx = 0;
+        let mut next = |len: usize| {
+            idx += 1;
+            subject.tokens.prompt(idx - 1, len).map(<[u32]>::to_vec)
+        };
+        let longest = setup.lengths.iter().map(|length| length.tokens).max().unwrap_or(0);
+        let long = longest.min(WARM_UP_TOKENS);
+        let (warm_up, profile) = (next(long)?, next(long)?);
+        let mut repeat = |len: usize| {
+            let prompt = next(len)?;
+            let shared = match setup.settings.regime {
+                Regime::Lab => None,
+                Regime::Service => {
+                    let (earlier, other) = (next(len)?, next(len)?);
+                    let later = [&earlier[..len / 2], &other[len / 2..]].concat();
+                    Some([earlier, later])
+                }
+            };
+            Ok(Repeat { prompt, shared })
+        };
+        let mut cell = |length: &Length| (0..setup.settings.repeats).map(|_| repeat(length.tokens)).collect();
+        let cells = setup.lengths.iter().map(&mut cell).collect::<Result<_, BenchError>>()?;
+        Ok(Self { warm_up, profile, cells })
+    }
+}
+
+/// One subject while it is measured.
+struct UnderWay<'a> {
+    setup: &'a Setup,
+    subject: &'a Subject,
+    prompts: &'a Prompts,
+    arms: Vec<ArmRecord>,
+    /// By length, then by arm.
+    cells: Vec<Vec<CellArm>>,
+    /// Pieces of the first answer to each prompt: by arm, length and repeat.
+    texts: Vec<Vec<Vec<Vec<String>>>>,
+    /// The first answer of an arm that was not repeated in a later round.
+    unstable: Option<String>,
+}
+
+impl<'a> UnderWay<'a> {
+    fn new(setup: &'a Setup, subject: &'a Subject, prompts: &'a Prompts) -> Self {
+        let arm = |arm: &Arm| ArmRecord {
+            arm: arm.clone(),
+            devices: Vec::new(),
+            load_s: Vec::new(),
+            peak_memory_bytes: None,
+            profile: None,
+            step: None,
+            warning: None,
+        };
+        let cell = |arm: &Arm| CellArm {
+            arm: arm.name,
+            samples: Vec::new(),
+            prefill_tps: None,
+            ttft_ms: None,
+            decode_tps: None,
+            evidence: None,
+        };
+        Self {
+            setup,
+            subject,
+            prompts,
+            arms: setup.arms.iter().map(arm).collect(),
+            cells: setup.lengths.iter().map(|_| setup.arms.iter().map(cell).collect()).collect(),
+            texts: vec![vec![vec![Vec::new(); setup.settings.repeats]; setup.lengths.len()]; setup.arms.len()],
+            unstable: None,
+        }
+    }
+
+    fn measure(
+        &mut self,
+        stop: &AtomicBool,
+        progress: &mut Progress,
+        tell: &mut dyn FnMut(&Progress),
+    ) -> Result<(), BenchError> {
+        let settings = &self.setup.settings;
+        for round in 0..settings.max_rounds {
+            if round >= settings.rounds && self.is_precise() {
+                break;
+            }
+            // ABC CBA: what drifts slowly touches all arms alike.
+            let mut order: Vec<usize> = (0..self.setup.arms.len()).collect();
+            if round % 2 == 1 {
+                order.reverse();
+            }
+            for (place, arm) in order.into_iter().enumerate() {
+                progress.what = format!(
+                    "{}{}, round {}, arm {}",
+                    self.subject.facts.name,
+                    if self.subject.drafter { " with drafter" } else { "" },
+                    round + 1,
+                    self.setup.arms[arm].name.letter()
+                );
+                tell(progress);
+                // A signal goes to the server as well, which then fails first.
+                self.process(round, place, arm, stop).map_err(|error| match stop.load(Ordering::Relaxed) {
+                    true => BenchError::Interrupted,
+                    false => error,
+                })?;
+                progress.done += 1;
+            }
+        }
+        "a timeline of one step".clone_into(&mut progress.what);
+        tell(progress);
+        for arm in &mut self.arms {
+            if stop.load(Ordering::Relaxed) {
+                return Err(BenchError::Interrupted);
+            }
+            arm.step = timeline(&self.setup.program, &self.subject.facts, &arm.arm, self.setup.settings.geometry)?;
+        }
+        Ok(())
+    }
+
+    /// One process: load, a discarded request, all lengths.
+    fn process(&mut self, round: usize, place: usize, arm: usize, stop: &AtomicBool) -> Result<(), BenchError> {
+        let settings = &self.setup.settings;
+        let mut args = [self.subject.facts.args.clone(), self.setup.arms[arm].args.clone()].concat();
+        if settings.regime == Regime::Lab {
+            args.push("--no-cache".to_owned());
+        }
+        let launch = Launch {
+            program: self.setup.program.clone(),
+            args,
+            with_cache_dir: settings.regime == Regime::Service,
+            patience: LOAD_PATIENCE,
+        };
+        let server = Server::start(&launch)?;
+        let warm_up = Ask { prompt: &self.prompts.warm_up, generate: 4 };
+        server.client.complete(&warm_up)?;
+        for cell in 0..self.setup.lengths.len() {
+            self.length(round, place, arm, cell, &server, stop)?;
+        }
+        let profile = if round == 0 { Some(self.profile(&server)?) } else { None };
+        let status = server.client.get("/troika/status")?;
+        let devices = status["devices"].as_array().into_iter().flatten();
+        let record = &mut self.arms[arm];
+        record.profile = profile.or(record.profile.take());
+        record.devices = devices.map(|device| device.as_str().unwrap_or_default().to_owned()).collect();
+        record.load_s.push(server.load_s);
+        record.peak_memory_bytes = record.peak_memory_bytes.max(server.peak_memory_bytes());
+        record.warning = server.warning().or(record.warning.take());
+        Ok(())
+    }
+
+    /// All prompts of one length; their medians are one sample.
+    fn length(
+        &mut self,
+        round: usize,
+        place: usize,
+        arm: usize,
+        cell: usize,
+        server: &Server,
+        stop: &AtomicBool,
+    ) -> Result<(), BenchError> {
+        let factor = match self.setup.arms[arm].name {
+            ArmName::C => self.setup.settings.feature.time_factor(),
+            _ => 1.0,
+        };
+        let pids = [server.pid(), std::process::id()];
+        let before = CpuTime::now(&pids);
+        let mut samples = Vec::new();
+        for (repeat, prompts) in self.prompts.cells[cell].iter().enumerate() {
+            if stop.load(Ordering::Relaxed) {
+                return Err(BenchError::Interrupted);
+            }
+            let measured = self.repeat(server, prompts)?;
+            self.witness(arm, cell, server, &measured.answers);
+            self.compare_with_first(arm, cell, repeat, &measured.answers[0]);
+            samples.push(measured.sample(round, place, factor));
+        }
+        let mut sample = middle(&samples);
+        sample.others_cpu_share =
+            CpuTime::now(&pids).zip(before).and_then(|(after, before)| after.others_since(&before));
+        self.cells[cell][arm].samples.push(sample);
+        Ok(())
+    }
+
+    fn repeat(&self, server: &Server, repeat: &Repeat) -> Result<Measured, BenchError> {
+        let ask = |prompt| Ask { prompt, generate: self.setup.settings.generate };
+        let Some([earlier, later]) = &repeat.shared else {
+            let answer = server.client.complete(&ask(&repeat.prompt))?;
+            let EngineTimes { queue_s, prefill_s } = engine_times(&answer)?;
+            return Ok(Measured { computing_s: prefill_s, queue_s, answers: vec![answer] });
+        };
+        server.client.complete(&Ask { generate: 1, ..ask(earlier) })?;
+        // Both at once: the time is a client's, until both have begun to answer.
+        let both: Result<Vec<Answer>, BenchError> = std::thread::scope(|scope| {
+            let asked = [&repeat.prompt, later].map(|prompt| scope.spawn(move || server.client.complete(&ask(prompt))));
+            asked.into_iter().map(|thread| thread.join().expect("a request does not panic")).collect()
+        });
+        let answers = both?;
+        let computing_s = answers.iter().filter_map(Answer::ttft_s).fold(0.0, f64::max);
+        let mut queue_s = 0.0f64;
+        for answer in &answers {
+            queue_s = queue_s.max(engine_times(answer)?.queue_s);
+        }
+        Ok(Measured { computing_s, queue_s, answers })
+    }
+
+    /// Device time of one long prompt, by operation.
+    fn profile(&self, server: &Server) -> Result<Profile, BenchError> {
+        let prompt = &self.prompts.profile;
+        let before = server.client.node_seconds()?;
+        server.client.complete(&Ask { prompt, generate: 1 })?;
+        let after = server.client.node_seconds()?;
+        let entries = after.into_iter().map(|((device, kind), seconds)| {
+            let spent = seconds - before.get(&(device.clone(), kind.clone())).copied().unwrap_or(0.0);
+            ProfileEntry { device, kind, ms: spent * 1e3 }
+        });
+        let entries = entries.filter(|entry| entry.ms > 0.0).collect();
+        Ok(Profile { prompt_tokens: prompt.len(), entries })
+    }
+
+    /// Notes what the server says ran where.
+    fn witness(&mut self, arm: usize, cell: usize, server: &Server, answers: &[Answer]) {
+        let settings = &self.setup.settings;
+        let tile = settings.geometry.tile;
+        let evidence = self.cells[cell][arm].evidence.get_or_insert_default();
+        for answer in answers {
+            let rows = answer.usage.prompt_tokens - answer.usage.cached_tokens;
+            let Some(mut record) = request_record(server, &answer.id) else {
+                evidence.missing += 1;
+                continue;
+            };
+            if let Some(plan) = settings.feature.made_up_plan(rows, tile) {
+                record["plan"] = plan;
+            }
+            evidence.add(&Evidence::of_request(&record, rows, tile));
+        }
+    }
+
+    /// The same arm must say the same in every round.
+    fn compare_with_first(&mut self, arm: usize, cell: usize, repeat: usize, answer: &Answer) {
+        let pieces: Vec<String> = answer.pieces.iter().map(|(_, text)| text.clone()).collect();
+        let first = &mut self.texts[arm][cell][repeat];
+        if first.is_empty() {
+            *first = pieces;
+        } else if *first != pieces {
+            let name = self.setup.arms[arm].name.letter();
+            self.unstable.get_or_insert(format!("arm {name} gave other tokens in a later round"));
+        }
+    }
+
+    /// Every comparison is as sure as wanted.
+    fn is_precise(&self) -> bool {
+        self.cells.iter().all(|arms| {
+            arms.windows(2).all(|pair| {
+                Difference::of(&pair[1].prefill_rates(), &pair[0].prefill_rates())
+                    .is_none_or(|difference| difference.is_precise())
+            })
+        })
+    }
+
+    fn into_experiment(mut self) -> Experiment {
+        let cells = std::mem::take(&mut self.cells);
+        let cells = cells.into_iter().enumerate().map(|(idx, arms)| self.cell(idx, arms)).collect();
+        Experiment {
+            model: self.subject.facts.clone(),
+            drafter: self.subject.drafter,
+            unavailable: self.subject.unavailable.clone(),
+            arms: self.arms,
+            cells,
+        }
+    }
+
+    fn cell(&self, idx: usize, mut arms: Vec<CellArm>) -> Cell {
+        let of =
+            |arm: &CellArm, value: fn(&Sample) -> f64| interval(&arm.samples.iter().map(value).collect::<Vec<_>>());
+        for arm in &mut arms {
+            arm.prefill_tps = of(arm, |sample| sample.prefill_tps);
+            arm.ttft_ms = of(arm, |sample| sample.ttft_ms);
+            arm.decode_tps = of(arm, |sample| sample.decode_tps);
+        }
+        let rates = |name| arms.iter().find(|arm| arm.arm == name).map(CellArm::prefill_rates);
+        let gain = |arm, base| Difference::of(&rates(arm)?, &rates(base)?);
+        let check = |arm, against| self.check_tokens(idx, arm, against);
+        let tokens: Vec<TokenCheck> =
+            [check(ArmName::B, ArmName::A), check(ArmName::C, ArmName::B), check(ArmName::P, ArmName::B)]
+                .into_iter()
+                .flatten()
+                .collect();
+        let must_agree = tokens.iter().find(|check| check.arm != ArmName::C && check.equal < check.prompts);
+        let void = must_agree
+            .map(|check| format!("arms {} and {} gave different tokens", check.against.letter(), check.arm.letter()));
+        let engaged = arms.iter().find(|arm| arm.arm == ArmName::C).filter(|arm| !arm.samples.is_empty());
+        // A slow-down for a self-test claims nothing.
+        let claims = !matches!(self.setup.settings.feature, Feature::Slower { .. });
+        Cell {
+            length: self.setup.lengths[idx],
+            ids_sha256: ids_digest(self.prompts.cells[idx].iter().flat_map(|repeat| {
+                [&repeat.prompt].into_iter().chain(repeat.shared.iter().flatten()).map(Vec::as_slice)
+            })),
+            geometry_gain: gain(ArmName::B, ArmName::A),
+            feature_gain: gain(ArmName::C, ArmName::B),
+            total_gain: gain(ArmName::C, ArmName::A),
+            against_every_core: gain(ArmName::C, ArmName::P),
+            void: void.or_else(|| self.unstable.clone()),
+            engagement: engaged.filter(|_| claims).map(|arm| arm.evidence.clone().unwrap_or_default().engagement()),
+            tokens,
+            arms,
+        }
+    }
+
+    fn check_tokens(&self, cell: usize, arm: ArmName, against: ArmName) -> Option<TokenCheck> {
+        let place = |name| self.setup.arms.iter().position(|arm| arm.name == name);
+        let pairs = self.texts[place(arm)?][cell].iter().zip(&self.texts[place(against)?][cell]);
+        check_texts(arm, against, pairs.map(|(own, other)| (own.as_slice(), other.as_slice())))
+    }
+}
+
+fn check_texts<'a>(
+    arm: ArmName,
+    against: ArmName,
+    pairs: impl Iterator<Item = (&'a [String], &'a [String])>,
+) -> Option<TokenCheck> {
+    let mut check = TokenCheck { arm, against, prompts: 0, equal: 0, first_divergence: None, agreement: 1.0 };
+    let (mut before, mut all) = (0, 0);
+    for (own, other) in pairs.filter(|(own, other)| !own.is_empty() && !other.is_empty()) {
+        let alike = own.iter().zip(other).take_while(|(own, other)| own == other).count();
+        check.prompts += 1;
+        if own == other {
+            check.equal += 1;
+        } else {
+            check.first_divergence = Some(check.first_divergence.map_or(alike, |first| first.min(alike)));
+        }
+        before += alike;
+        all += own.len().max(other.len());
+    }
+    check.agreement = before as f64 / all.max(1) as f64;
+    (check.prompts > 0).then_some(check)
+}
+
+/// One repeat.
+struct Measured {
+    /// Time in which the prompt, or both of them, were computed.
+    computing_s: f64,
+    queue_s: f64,
+    answers: Vec<Answer>,
+}
+
+impl Measured {
+    fn sample(&self, round: usize, place: usize, factor: f64) -> Sample {
+        let sum = |count: fn(&Answer) -> usize| self.answers.iter().map(count).sum::<usize>();
+        let (prompt_tokens, cached_tokens) = (sum(|a| a.usage.prompt_tokens), sum(|a| a.usage.cached_tokens));
+        let ttft_ms = 1e3 * factor * self.answers.iter().filter_map(Answer::ttft_s).fold(0.0, f64::max);
+        let prefill_ms = 1e3 * factor * self.computing_s;
+        let queue_ms = 1e3 * self.queue_s;
+        let tpots: Vec<f64> = self.answers.iter().filter_map(Answer::tpot_s).collect();
+        let tpot_s = factor * median(&tpots).unwrap_or(0.0);
+        let longest_gap = self.answers.iter().flat_map(Answer::gaps_s).fold(0.0, f64::max);
+        Sample {
+            round,
+            place,
+            prefill_tps: (prompt_tokens - cached_tokens) as f64 / (prefill_ms / 1e3),
+            prompt_tokens,
+            cached_tokens,
+            prefill_ms,
+            queue_ms,
+            ttft_ms,
+            other_ms: (ttft_ms - prefill_ms - queue_ms).max(0.0),
+            decode_tps: if tpot_s > 0.0 { self.answers.len() as f64 / tpot_s } else { 0.0 },
+            tpot_ms: 1e3 * tpot_s,
+            answer_ms: 1e3 * factor * self.answers.iter().map(|a| a.total_s).fold(0.0, f64::max) - ttft_ms,
+            longest_gap_ms: 1e3 * longest_gap,
+            others_cpu_share: None,
+        }
+    }
+}
+
+/// Each number's median over the repeats.
+fn middle(samples: &[Sample]) -> Sample {
+    let of = |value: fn(&Sample) -> f64| {
+        median(&samples.iter().map(value).collect::<Vec<_>>()).expect("there is a repeat at least")
+    };
+    Sample {
+        prefill_tps: of(|s| s.prefill_tps),
+        prefill_ms: of(|s| s.prefill_ms),
+        queue_ms: of(|s| s.queue_ms),
+        ttft_ms: of(|s| s.ttft_ms),
+        other_ms: of(|s| s.other_ms),
+        decode_tps: of(|s| s.decode_tps),
+        tpot_ms: of(|s| s.tpot_ms),
+        answer_ms: of(|s| s.answer_ms),
+        longest_gap_ms: samples.iter().map(|s| s.longest_gap_ms).fold(0.0, f64::max),
+        ..samples[0].clone()
+    }
+}
+
+/// The server's own clock of one request, as it comes with the usage.
+struct EngineTimes {
+    queue_s: f64,
+    /// From the start of the first step to the first token.
+    prefill_s: f64,
+}
+
+fn engine_times(answer: &Answer) -> Result<EngineTimes, BenchError> {
+    let seconds = |name: &str| Some(answer.usage.all["troika"][name].as_f64()? / 1e3);
+    match (seconds("queue_ms"), seconds("prefill_ms")) {
+        (Some(queue_s), Some(prefill_s)) if prefill_s > 0.0 => Ok(EngineTimes { queue_s, prefill_s }),
+        _ => {
+            let why = format!("the usage of {} has no times of the engine: {}", answer.id, answer.usage.all);
+            Err(BenchError::Http { path: "/v1/completions".to_owned(), why })
+        }
+    }
+}
+
+/// One step of an arm, node by node, from `bench in-process` with the same flags. Not part of any rate.
+fn timeline(
+    program: &Path,
+    model: &ModelFacts,
+    arm: &Arm,
+    geometry: Geometry,
+) -> Result<Option<StepTimeline>, BenchError> {
+    let width = if arm.name == ArmName::A { geometry.stock_step } else { geometry.plan_step };
+    let mut command = Command::new(program);
+    command.args(["bench", "in-process"]).args(&model.args).args(&arm.args);
+    command.args(["--rounds", "1", "--generate", "2", "--timeline", "--json", "-", "--prompt-lengths"]);
+    // Two steps: the first of a sequence has nothing to attend to.
+    let output = command.arg((2 * width).to_string()).stdin(Stdio::null()).output();
+    let output = output.map_err(|source| BenchError::Start { program: program.to_owned(), source })?;
+    if !output.status.success() {
+        let (args, log) = (arm.args.join(" "), String::from_utf8_lossy(&output.stderr).into_owned());
+        let why = format!("could not show a timeline: {}", output.status);
+        return Err(BenchError::Server { args, why, log });
+    }
+    let report: Value = serde_json::from_slice(&output.stdout).map_err(|e| BenchError::Record(e.to_string()))?;
+    serde_json::from_value(report["step"].clone()).map_err(|e| BenchError::Record(e.to_string()))
+}
+
+/// What the server says of how a request was served; `None` if it keeps no such record.
+fn request_record(server: &Server, id: &str) -> Option<Value> {
+    let asked = Instant::now();
+    loop {
+        let record = server.client.get(&format!("/troika/requests/{id}")).ok()?;
+        // The engine lets go of a request a moment after its last token.
+        if record["state"] != "running" || asked.elapsed() > RECORD_PATIENCE {
+            return Some(record);
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_are_compared_up_to_the_first_difference() {
+        let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
+        let (a, b) = ([words("a b c d"), words("e f g h")], [words("a b c d"), words("e x g h")]);
+        let pairs = a.iter().zip(&b).map(|(a, b)| (a.as_slice(), b.as_slice()));
+        let check = check_texts(ArmName::C, ArmName::B, pairs).expect("two prompts");
+        assert_eq!((check.prompts, check.equal, check.first_divergence), (2, 1, Some(1)));
+        assert!((check.agreement - 5.0 / 8.0).abs() < 1e-12);
+        assert_eq!(check_texts(ArmName::C, ArmName::B, std::iter::empty()), None);
+    }
+
+    #[test]
+    fn kept_tokens_are_in_no_rate() {
+        let usage =
+            crate::client::Usage { prompt_tokens: 100, cached_tokens: 40, completion_tokens: 3, ..Default::default() };
+        let pieces = [(0.30, "a"), (0.35, "b"), (0.40, "c")].map(|(at, text)| (at, text.to_owned())).to_vec();
+        let answer = Answer { id: "x".into(), pieces, total_s: 0.4, usage };
+        let measured = Measured { computing_s: 0.2, queue_s: 0.05, answers: vec![answer] };
+        let sample = measured.sample(1, 2, 1.0);
+        assert!((sample.prefill_tps - 300.0).abs() < 1e-6, "{sample:?}");
+        assert!((sample.other_ms - 50.0).abs() < 1e-6 && (sample.decode_tps - 20.0).abs() < 1e-6, "{sample:?}");
+        let slower = measured.sample(1, 2, 1.0 / 0.95);
+        assert!((slower.prefill_tps - 285.0).abs() < 1e-6, "{slower:?}");
+    }
+}

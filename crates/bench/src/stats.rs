@@ -1,0 +1,225 @@
+//! Medians, their intervals, and what counts as a difference between two arms. Pure; no clock.
+//!
+//! The rules are those of `docs/benchmarks.md`: unpaired bootstrap of medians, 95 %; a difference must be at least
+//! [`MIN_EFFECT`], and its interval must stay clear of "none" by half of that.
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use serde::{Deserialize, Serialize};
+
+/// Smaller differences are none, however sure.
+pub const MIN_EFFECT: f64 = 0.01;
+/// With fewer samples of either arm nothing is concluded.
+pub const MIN_SAMPLES: usize = 3;
+/// With fewer samples of either arm a conclusion is called weak.
+pub const FIRM_SAMPLES: usize = 5;
+/// Rounds go on, up to their limit, until intervals of ratios reach no farther than this to either side.
+pub const WANTED_HALF_WIDTH: f64 = 0.02;
+/// Resamples of a bootstrap.
+const RESAMPLES: usize = 4000;
+
+/// A median and the 95 % bootstrap interval around it.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Interval {
+    pub median: f64,
+    pub low: f64,
+    pub high: f64,
+}
+
+impl Interval {
+    /// Half of its width.
+    pub fn half_width(&self) -> f64 {
+        (self.high - self.low) / 2.0
+    }
+}
+
+/// What two arms' samples say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    Faster,
+    Slower,
+    NoDifference,
+    /// Fewer than [`MIN_SAMPLES`] of one of them.
+    TooFewSamples,
+}
+
+/// One arm's rate over another's.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Difference {
+    /// Ratio of the medians; 1 = none.
+    pub ratio: Interval,
+    pub verdict: Verdict,
+    /// Either arm has fewer than [`FIRM_SAMPLES`].
+    pub is_weak: bool,
+}
+
+impl Difference {
+    /// `rate` over `base`; `None` if either has no sample.
+    pub fn of(rate: &[f64], base: &[f64]) -> Option<Self> {
+        let median = median(rate)? / median(base)?;
+        let (mut top, mut bottom) = (Resampler::new(rate, 1), Resampler::new(base, 2));
+        let ratios = (0..RESAMPLES).map(|_| top.median() / bottom.median()).collect();
+        let ratio = bracket(median, ratios);
+        let fewest = rate.len().min(base.len());
+        let clear = MIN_EFFECT / 2.0;
+        let verdict = if fewest < MIN_SAMPLES {
+            Verdict::TooFewSamples
+        } else if median >= 1.0 + MIN_EFFECT && ratio.low > 1.0 + clear {
+            Verdict::Faster
+        } else if median <= 1.0 - MIN_EFFECT && ratio.high < 1.0 - clear {
+            Verdict::Slower
+        } else {
+            Verdict::NoDifference
+        };
+        Some(Self { ratio, verdict, is_weak: fewest < FIRM_SAMPLES })
+    }
+
+    /// No further samples are needed.
+    pub fn is_precise(&self) -> bool {
+        self.ratio.half_width() <= WANTED_HALF_WIDTH
+    }
+}
+
+/// Median of `values`; `None` of none.
+pub fn median(values: &[f64]) -> Option<f64> {
+    quantile(values, 0.5)
+}
+
+/// The value that a share `q` of `values` lies below, between neighbours in proportion; `None` of none.
+pub fn quantile(values: &[f64], q: f64) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    quantile_of_sorted(&sorted, q)
+}
+
+fn quantile_of_sorted(sorted: &[f64], q: f64) -> Option<f64> {
+    let place = q * sorted.len().checked_sub(1)? as f64;
+    let (below, above) = (sorted[place.floor() as usize], sorted[place.ceil() as usize]);
+    Some(below + (above - below) * place.fract())
+}
+
+/// Median with its interval; `None` of none.
+pub fn interval(values: &[f64]) -> Option<Interval> {
+    let median = median(values)?;
+    let mut resampler = Resampler::new(values, 3);
+    Some(bracket(median, (0..RESAMPLES).map(|_| resampler.median()).collect()))
+}
+
+/// The middle 95 % of `resampled`.
+fn bracket(median: f64, mut resampled: Vec<f64>) -> Interval {
+    resampled.sort_by(f64::total_cmp);
+    let end = |q| quantile_of_sorted(&resampled, q).expect("there are resamples");
+    Interval { median, low: end(0.025), high: end(0.975) }
+}
+
+/// Draws as many samples as there are, with repetition. The same draws every time, so a report can be made again.
+struct Resampler<'a> {
+    values: &'a [f64],
+    drawn: Vec<f64>,
+    random: ChaCha8Rng,
+}
+
+impl<'a> Resampler<'a> {
+    fn new(values: &'a [f64], stream: u64) -> Self {
+        let mut random = ChaCha8Rng::seed_from_u64(0x7472_6f69_6b61);
+        random.set_stream(stream);
+        Self { values, drawn: vec![0.0; values.len()], random }
+    }
+
+    fn median(&mut self) -> f64 {
+        for drawn in &mut self.drawn {
+            *drawn = self.values[(self.random.next_u64() % self.values.len() as u64) as usize];
+        }
+        self.drawn.sort_by(f64::total_cmp);
+        quantile_of_sorted(&self.drawn, 0.5).expect("there are values")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rates of one arm on a machine with neighbours: noise of `sd` to both sides, and now and then a sample that is
+    /// slowed down by much more. A sample is the median of three repeats in one process, as in a real run.
+    struct Machine {
+        random: ChaCha8Rng,
+        sd: f64,
+        slow: f64,
+    }
+
+    impl Machine {
+        fn uniform(&mut self) -> f64 {
+            (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+        }
+
+        fn normal(&mut self) -> f64 {
+            (0..12).map(|_| self.uniform()).sum::<f64>() - 6.0
+        }
+
+        fn sample(&mut self, rate: f64) -> f64 {
+            let repeat = |machine: &mut Self| {
+                let mut log_time = machine.sd * machine.normal();
+                if machine.uniform() < 0.1 {
+                    log_time += -machine.slow * (1.0 - machine.uniform()).ln();
+                }
+                rate * (-log_time).exp()
+            };
+            let repeats = [repeat(self), repeat(self), repeat(self)];
+            median(&repeats).expect("three")
+        }
+
+        /// Rounds of two arms, one of `rate`, one of `other`, until they are precise or there are eleven.
+        fn compare(&mut self, rate: f64, other: f64) -> Verdict {
+            let (mut base, mut samples) = (Vec::new(), Vec::new());
+            loop {
+                base.push(self.sample(rate));
+                samples.push(self.sample(other));
+                let difference = Difference::of(&samples, &base).expect("samples");
+                if samples.len() >= FIRM_SAMPLES && (difference.is_precise() || samples.len() == 11) {
+                    return difference.verdict;
+                }
+            }
+        }
+    }
+
+    /// On quiet, ordinary and bad machines: 20 comparisons of an arm with itself report at most one difference, and a
+    /// slow-down of 5 % is found in at least 18 of 20.
+    #[test]
+    fn equal_arms_are_equal_and_a_planted_slow_down_is_found() {
+        for (seed, sd, slow) in [(1, 0.003, 0.02), (2, 0.01, 0.05), (3, 0.02, 0.05), (4, 0.025, 0.08)] {
+            let mut machine = Machine { random: ChaCha8Rng::seed_from_u64(seed), sd, slow };
+            let wrong = (0..20).filter(|_| machine.compare(1000.0, 1000.0) != Verdict::NoDifference).count();
+            assert!(wrong <= 1, "noise {sd}: {wrong} of 20 equal pairs reported as different");
+            let found = (0..20).filter(|_| machine.compare(1000.0, 950.0) == Verdict::Slower).count();
+            assert!(found >= 18, "noise {sd}: {found} of 20 slow-downs found");
+        }
+    }
+
+    #[test]
+    fn small_differences_are_none_and_few_samples_say_nothing() {
+        let verdict = |samples: &[f64], base: &[f64]| Difference::of(samples, base).expect("samples").verdict;
+        assert_eq!(verdict(&[100.8; 9], &[100.0; 9]), Verdict::NoDifference);
+        assert_eq!(verdict(&[101.2; 9], &[100.0; 9]), Verdict::Faster);
+        assert_eq!(verdict(&[98.0; 9], &[100.0; 9]), Verdict::Slower);
+        assert_eq!(verdict(&[200.0; 2], &[100.0; 9]), Verdict::TooFewSamples);
+        assert!(Difference::of(&[2.0; 3], &[1.0; 3]).expect("samples").is_weak);
+        assert_eq!(Difference::of(&[], &[1.0]), None);
+        // A median 2 % higher says nothing when the samples are spread all over.
+        assert_eq!(
+            verdict(&[80.0, 95.0, 102.0, 110.0, 130.0], &[75.0, 90.0, 100.0, 112.0, 128.0]),
+            Verdict::NoDifference
+        );
+    }
+
+    #[test]
+    fn quantiles_lie_between_neighbours() {
+        let values = [4.0, 1.0, 3.0, 2.0];
+        assert_eq!(median(&values), Some(2.5));
+        assert_eq!(quantile(&values, 0.0), Some(1.0));
+        assert_eq!(quantile(&values, 1.0), Some(4.0));
+        assert_eq!(quantile(&[], 0.5), None);
+        let around = interval(&[10.0, 11.0, 12.0, 13.0, 14.0]).expect("values");
+        assert_eq!((around.median, around.low, around.high), (12.0, 10.0, 14.0));
+    }
+}

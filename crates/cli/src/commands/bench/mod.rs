@@ -1,0 +1,62 @@
+//! `troika bench`: its flags, and who does the work.
+
+mod compare;
+mod in_process;
+mod load;
+mod matrix;
+mod subject;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+
+/// Measure prompt and generation speed, and whether a feature makes a difference.
+///
+/// Three arms take turns, each in a server process of its own: A, the primary device as it is served; B, the same with the
+/// chunks that the feature needs; C, the feature. What B gains over A is geometry, what C gains over B is the feature. The
+/// word hybrid is only used where everything that was planned really ran. docs/benchmarks.md says how to read a report.
+#[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    matrix: matrix::Args,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    Compare(compare::Args),
+    Load(load::Args),
+    InProcess(in_process::Args),
+}
+
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    match &args.command {
+        None => matrix::run(&args.matrix),
+        Some(Command::Compare(args)) => compare::run(args),
+        Some(Command::Load(args)) => load::run(args),
+        Some(Command::InProcess(args)) => in_process::run(args),
+    }
+}
+
+/// Becomes true at the first Ctrl-C or SIGTERM; the second ends the process.
+fn stop_flag() -> Result<Arc<AtomicBool>> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&stop);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    std::thread::spawn(move || {
+        runtime.block_on(async {
+            if super::serve::terminated().await.is_ok() {
+                flag.store(true, Ordering::Relaxed);
+                eprintln!("ending: what was measured so far is kept; a second signal ends at once");
+                if super::serve::terminated().await.is_ok() {
+                    std::process::exit(130);
+                }
+            }
+        });
+    });
+    Ok(stop)
+}

@@ -1,0 +1,296 @@
+//! Neural engines on the command line: which, for what, and whether they must really run.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use troika_device::npu::NpuBackend;
+use troika_device::npu::soft::{Soft, SoftOptions};
+use troika_engine::{DeviceId, FeatureState, HybridOptions, Placement, Runner};
+use troika_graph::Kind;
+
+/// Which engines take part in prefill, and how.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct HybridArgs {
+    /// A neural engine beside the CPU: `soft`, which computes on cores of its own, optionally with `:cores=N,instances=N`.
+    #[arg(long, value_name = "ENGINE")]
+    npu: Option<NpuSpec>,
+    /// Whether engines take part in prefill: `auto` and `on` if --npu names one, `off` never.
+    #[arg(long, value_enum, default_value_t = Hybrid::Auto)]
+    hybrid: Hybrid,
+    /// Rows of a tile: engines compute prefill steps of at least this many tokens.
+    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    tile: u32,
+    /// Least tokens that fill a tile up with zeros instead of going to the CPU; 0 = never.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    tail: u32,
+    /// What engines do of a kind of projection, such as `wq_b=split:0.5,wo_b=whole`; others stay as they are by default.
+    #[arg(long, value_delimiter = ',', value_name = "KIND=PLACEMENT,...")]
+    place: Vec<PlaceSpec>,
+    /// Fail if engines cannot take part; `bench` also fails unless they did what was planned for them.
+    #[arg(long)]
+    require_engaged: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Hybrid {
+    Auto,
+    Off,
+    On,
+}
+
+/// An engine, as it is named on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct NpuSpec(SoftOptions);
+
+impl FromStr for NpuSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, settings) = text.split_once(':').unwrap_or((text, ""));
+        if name != "soft" {
+            return Err(format!("unknown engine `{name}`: expected `soft`"));
+        }
+        let mut options = SoftOptions::default();
+        for setting in settings.split(',').filter(|setting| !setting.is_empty()) {
+            let (key, value) = setting.split_once('=').unwrap_or((setting, ""));
+            let number = match value.parse() {
+                Ok(number @ 1..=1024) => number,
+                _ => return Err(format!("{key} must be a number from 1 to 1024, not `{value}`")),
+            };
+            match key {
+                "cores" => options.cores = number,
+                "instances" => options.instances = number,
+                _ => return Err(format!("unknown setting `{key}`: expected `cores` or `instances`")),
+            }
+        }
+        Ok(Self(options))
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct PlaceSpec(Kind, Placement);
+
+/// Kinds of projections, by the names that they have on the command line.
+const KINDS: [(&str, Kind); 9] = [
+    ("wq_a", Kind::WqA),
+    ("wq_b", Kind::WqB),
+    ("wkv", Kind::Wkv),
+    ("wo_a", Kind::WoA),
+    ("wo_b", Kind::WoB),
+    ("compressor", Kind::CsaCompressor),
+    ("indexer_wq_b", Kind::IndexerWqB),
+    ("indexer_compressor", Kind::IndexerCompressor),
+    ("shared", Kind::SharedExpert),
+];
+
+impl FromStr for PlaceSpec {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, placement) = text.split_once('=').ok_or("expected KIND=PLACEMENT")?;
+        let kind = KINDS.iter().find(|(other, _)| *other == name).map(|(_, kind)| *kind).ok_or_else(|| {
+            format!("unknown kind `{name}`: expected one of {}", KINDS.map(|(name, _)| name).join(", "))
+        })?;
+        let placement = match placement.split_once(':') {
+            None if placement == "primary" => Placement::Primary,
+            None if placement == "whole" => Placement::Whole,
+            None if placement == "split" => Placement::Split(0.5),
+            Some(("split", fraction)) => match fraction.parse() {
+                Ok(fraction) if fraction > 0.0 && fraction < 1.0 => Placement::Split(fraction),
+                _ => return Err(format!("a fraction lies between 0 and 1, not at `{fraction}`")),
+            },
+            _ => return Err(format!("unknown placement `{placement}`: expected primary, whole or split:FRACTION")),
+        };
+        Ok(Self(kind, placement))
+    }
+}
+
+/// What the command line asks for.
+pub(crate) struct Wish {
+    pub(crate) backend: Arc<dyn NpuBackend>,
+    pub(crate) options: HybridOptions,
+    /// Cores that the engine takes from the CPU.
+    pub(crate) cores: usize,
+}
+
+impl HybridArgs {
+    /// Starts the engine that was named, if it is to take part.
+    pub(crate) fn wish(&self) -> Result<Option<Wish>> {
+        let Some(NpuSpec(soft)) = self.npu else {
+            ensure!(self.hybrid != Hybrid::On, "--hybrid on needs an engine: name one with --npu, such as --npu soft");
+            ensure!(
+                !self.require_engaged,
+                "--require-engaged needs an engine: name one with --npu, such as --npu soft"
+            );
+            return Ok(None);
+        };
+        if self.hybrid == Hybrid::Off {
+            ensure!(!self.require_engaged, "--require-engaged contradicts --hybrid off");
+            return Ok(None);
+        }
+        let mut placements: BTreeMap<Kind, Placement> = HybridOptions::default_placements();
+        for PlaceSpec(kind, placement) in &self.place {
+            placements.insert(*kind, *placement);
+            if *kind == Kind::CsaCompressor {
+                placements.insert(Kind::HcaCompressor, *placement);
+            }
+        }
+        let options = HybridOptions {
+            tile: self.tile as usize,
+            tail_threshold: self.tail as usize,
+            placements,
+            memory_bytes: u64::MAX,
+        };
+        let backend = Arc::new(Soft::start(soft).context("the soft engine does not start")?);
+        Ok(Some(Wish { backend, options, cores: soft.cores * soft.instances }))
+    }
+
+    /// Fails if engines must take part and cannot.
+    pub(crate) fn check_available(&self, state: &FeatureState) -> Result<()> {
+        match state {
+            FeatureState::Unavailable { reason } if self.require_engaged => {
+                bail!("hybrid: NOT ENGAGED: the engines are unavailable: {reason}")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Fails if engines had to run and did not.
+    pub(crate) fn check_engaged(&self, state: &FeatureState) -> Result<()> {
+        if self.require_engaged && *state != FeatureState::Engaged {
+            bail!("hybrid: NOT ENGAGED: the engines are {state}");
+        }
+        Ok(())
+    }
+}
+
+/// What engines did, for people and programs: counts from where work is handed over and comes back.
+#[derive(Debug, Serialize)]
+pub(crate) struct HybridReport {
+    state: String,
+    numeric_class: String,
+    plan_digest: String,
+    tile: usize,
+    engines: Vec<String>,
+    kinds: BTreeMap<&'static str, KindReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct KindReport {
+    planned: u64,
+    exact: u64,
+    padded: u64,
+    merged: u64,
+    cancelled: u64,
+    fallbacks: BTreeMap<&'static str, u64>,
+    bypass_decode: u64,
+    bypass_verify: u64,
+    runtime_failures: u64,
+    logical_rows: u64,
+    padded_rows: u64,
+    region_ms: f64,
+    /// Device time and number of parts by device.
+    device_ms: BTreeMap<String, f64>,
+    dispatched: BTreeMap<String, u64>,
+    last: BTreeMap<String, u64>,
+}
+
+impl HybridReport {
+    /// `None` if no engine was wished for.
+    pub(crate) fn of(runner: &Runner) -> Option<Self> {
+        if runner.feature() == FeatureState::Off {
+            return None;
+        }
+        let (executor, ledger) = (runner.executor(), runner.totals());
+        let name = |device: &DeviceId| executor.devices()[usize::from(device.0)].capabilities().name.clone();
+        let kinds = ledger.operations().iter().map(|(kind, ops)| {
+            let entries: Vec<_> = ledger
+                .entries()
+                .filter(|(other, device, _)| other == kind && (*device != DeviceId(0) || ops.planned > 0))
+                .collect();
+            let report = KindReport {
+                planned: ops.planned,
+                exact: ops.exact,
+                padded: ops.padded,
+                merged: ops.merged,
+                cancelled: ops.cancelled,
+                fallbacks: ops.fallbacks.iter().map(|(reason, count)| (reason.name(), *count)).collect(),
+                bypass_decode: ops.bypass_decode,
+                bypass_verify: ops.bypass_verify,
+                runtime_failures: ops.runtime_failures,
+                logical_rows: ops.logical_rows,
+                padded_rows: ops.padded_rows,
+                region_ms: ops.region_ns as f64 / 1e6,
+                device_ms: entries.iter().map(|(_, device, e)| (name(device), e.busy_ns as f64 / 1e6)).collect(),
+                dispatched: entries.iter().map(|(_, device, e)| (name(device), e.submitted)).collect(),
+                last: ops.last.iter().map(|(device, count)| (name(device), *count)).collect(),
+            };
+            (kind.name(), report)
+        });
+        Some(Self {
+            state: runner.feature().to_string(),
+            numeric_class: runner.numeric_class(),
+            plan_digest: executor.plan().digest().to_owned(),
+            tile: executor.plan().tile(),
+            engines: executor.devices()[1..].iter().map(|device| device.capabilities().name.clone()).collect(),
+            kinds: kinds.collect(),
+        })
+    }
+
+    /// As a table.
+    pub(crate) fn table(&self) -> String {
+        let mut text = format!("\nhybrid: {}; class {}, tile {}\n", self.state, self.numeric_class, self.tile);
+        if self.kinds.is_empty() {
+            return text;
+        }
+        text += &format!(
+            "{:<22}{:>9}{:>9}{:>9}{:>9}{:>11}{:>9}  {}\n",
+            "projection", "planned", "exact", "padded", "merged", "region ms", "decode", "device ms (parts)"
+        );
+        for (kind, k) in &self.kinds {
+            let devices = k.device_ms.iter().map(|(device, ms)| format!("{device} {ms:.0} ({})", k.dispatched[device]));
+            text += &format!(
+                "{kind:<22}{:>9}{:>9}{:>9}{:>9}{:>11.0}{:>9}  {}\n",
+                k.planned,
+                k.exact,
+                k.padded,
+                k.merged,
+                k.region_ms,
+                k.bypass_decode,
+                devices.collect::<Vec<_>>().join(", ")
+            );
+            for (reason, count) in &k.fallbacks {
+                text += &format!("{:<22}{count} on the CPU alone: {reason}\n", "");
+            }
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn engines_are_named_with_their_settings() {
+        let NpuSpec(options) = "soft:cores=2,instances=3".parse().expect("it is right");
+        assert_eq!((options.cores, options.instances), (2, 3));
+        assert_eq!("soft".parse(), Ok(NpuSpec(SoftOptions::default())));
+        for wrong in ["ane", "soft:cores=0", "soft:cores", "soft:threads=2"] {
+            assert!(wrong.parse::<NpuSpec>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn placements_are_named_by_kind() {
+        assert_eq!("wq_b=split:0.25".parse(), Ok(PlaceSpec(Kind::WqB, Placement::Split(0.25))));
+        assert_eq!("shared=whole".parse(), Ok(PlaceSpec(Kind::SharedExpert, Placement::Whole)));
+        for wrong in ["wq_b", "head=whole", "wq_b=split:1", "wq_b=half"] {
+            assert!(wrong.parse::<PlaceSpec>().is_err(), "{wrong}");
+        }
+    }
+}

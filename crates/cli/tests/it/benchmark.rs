@@ -1,0 +1,215 @@
+//! `troika bench` on itself: does it see what is there, and nothing that is not? Real processes, a tiny model.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::support::{Ran, Scratch, command, troika};
+
+/// Three arms, one length of whole tiles, few tokens.
+const SHORT: [&str; 12] = [
+    "--prompt-lengths",
+    "257",
+    "--fit",
+    "aligned",
+    "--tile",
+    "128",
+    "--chunk",
+    "64",
+    "--generate",
+    "4",
+    "--threads",
+    "1",
+];
+
+fn bench(scratch: &Scratch, self_test: &str, more: &[&str]) -> Ran {
+    let model = scratch.arg("model");
+    let args = ["bench", "--model", &model, "--self-test", self_test, "--json", "-"];
+    troika(&[&args[..], &SHORT, more].concat())
+}
+
+fn verdict<'a>(record: &'a Value, gain: &str) -> &'a str {
+    record["experiments"][0]["cells"][0][gain]["verdict"].as_str().expect("a verdict")
+}
+
+/// Acceptance test 17: what was planned and never ran is not called hybrid, whatever it gained.
+#[test]
+fn a_feature_that_never_runs_is_not_engaged() {
+    let scratch = Scratch::new();
+    let ran = bench(&scratch, "never-runs", &["--rounds", "3", "--max-rounds", "3", "--repeats", "1"]).ok();
+    let record = ran.json();
+    assert_eq!((record["schema"].as_str(), record["version"].as_u64()), (Some("troika-bench"), Some(1)));
+    let cell = &record["experiments"][0]["cells"][0];
+    assert_eq!(cell["engagement"]["state"], "not_engaged", "{cell}");
+    let reasons = cell["engagement"]["reasons"].to_string();
+    // 257 tokens: two tiles of 128, three prompts.
+    assert!(reasons.contains("query: 0 of 6 planned operations"), "{reasons}");
+    assert_eq!(cell["length"]["tokens"], 257);
+    for (arm, width) in cell["arms"].as_array().expect("arms").iter().zip(["64", "128", "128"]) {
+        assert_eq!(arm["evidence"]["widths"].as_object().expect("widths").keys().collect::<Vec<_>>(), [width], "{arm}");
+        let samples = arm["samples"].as_array().expect("samples");
+        assert_eq!(samples.len(), 3);
+        assert!(
+            samples.iter().all(|sample| sample["cached_tokens"] == 0 && sample["prefill_tps"].as_f64() > Some(0.0))
+        );
+    }
+    assert!(
+        cell["tokens"].as_array().expect("checks").iter().all(|check| check["equal"] == check["prompts"]),
+        "{cell}"
+    );
+    assert_eq!(cell["feature_gain"]["is_weak"], true);
+    let profile = &record["experiments"][0]["arms"][0]["profile"]["entries"];
+    assert!(profile.as_array().is_some_and(|entries| entries.len() > 5), "{profile}");
+    let few = ["--rounds", "3", "--max-rounds", "3", "--repeats", "1", "--require-engaged"];
+    bench(&scratch, "never-runs", &few).fails(1, &["--require-engaged", "NOT ENGAGED"]);
+}
+
+/// Acceptance test 16: what only widens chunks gains geometry at most.
+#[test]
+fn a_feature_that_only_widens_chunks_gains_nothing() {
+    let scratch = Scratch::new();
+    let record = bench(&scratch, "widen-only", &["--rounds", "5", "--max-rounds", "9"]).ok().json();
+    assert_eq!(verdict(&record, "feature_gain"), "no_difference", "{}", record["experiments"][0]["cells"][0]);
+    assert_eq!(record["experiments"][0]["cells"][0]["engagement"]["state"], "not_engaged");
+}
+
+/// The long form: run it with `cargo nextest run -p troika --run-ignored only benchmark`, on a release build and a quiet
+/// machine.
+#[test]
+#[ignore = "takes minutes and a quiet machine"]
+fn equal_arms_are_equal_and_a_slow_down_is_found_through_real_processes() {
+    let scratch = Scratch::new();
+    let count = |self_test: &str, wanted: &str| {
+        let verdicts = (0..20).map(|_| bench(&scratch, self_test, &[]).ok().json());
+        verdicts.filter(|record| verdict(record, "feature_gain") == wanted).count()
+    };
+    let equal = count("widen-only", "no_difference");
+    assert!(equal >= 19, "{equal} of 20 pairs of equal arms were found equal");
+    let slower = count("slower", "slower");
+    assert!(slower >= 18, "{slower} of 20 slow-downs of 5 % were found");
+}
+
+#[test]
+fn reports_are_written_and_compared() {
+    let scratch = Scratch::new();
+    let (model, json, html, markdown, trace) = (
+        scratch.arg("model"),
+        scratch.arg("a.json"),
+        scratch.arg("a.html"),
+        scratch.arg("a.md"),
+        scratch.arg("a.trace"),
+    );
+    let args =
+        ["bench", "--model", &model, "--rounds", "3", "--max-rounds", "3", "--repeats", "1", "--drafter", "both"];
+    let outputs = ["--json", &json, "--html", &html, "--markdown", &markdown, "--trace", &trace];
+    let table = troika(&[&args[..], &SHORT, &outputs].concat()).ok().stdout;
+    for part in ["What ran where", "geometry alone (B/A)", "257 aligned", "same tokens, B = A", "MTP unavailable"] {
+        assert!(table.contains(part), "no `{part}` in:\n{table}");
+    }
+    let read = |path: &str| std::fs::read_to_string(path).expect("written");
+    let page = read(&html);
+    // Rates, profile, a step, phases; nothing from elsewhere.
+    assert_eq!(page.matches("<svg").count(), 4, "{page}");
+    assert!(!page.contains("src=") && !page.contains("<script"), "{page}");
+    assert!(read(&markdown).contains("| 257 aligned |"));
+    let events: Value = serde_json::from_str(&read(&trace)).expect("JSON");
+    let spans = |name: &str| {
+        let events = events["traceEvents"].as_array().expect("events").iter();
+        events.filter(|event| event["ph"] == "X" && event["name"] == name).count()
+    };
+    // Two arms, and in each a step with a shared expert in every layer.
+    assert_eq!((spans("prompt"), spans("answer")), (2, 2), "{events}");
+    assert!(spans("shared expert") >= 2 && spans("shared expert").is_multiple_of(2), "{events}");
+    let compared = troika(&["bench", "compare", &json, &json, "--fail-if-slower"]).ok().stdout;
+    assert!(compared.contains("no difference (") && compared.contains("The program is the same"), "{compared}");
+    let other = scratch.write("other.json", br#"{"schema": "troika-bench", "version": 99}"#);
+    troika(&["bench", "compare", &json, &other]).fails(1, &["other.json", "version 99"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupted_run_keeps_what_it_has_and_says_so() {
+    let scratch = Scratch::new();
+    let (model, json) = (scratch.arg("model"), scratch.arg("partial.json"));
+    let args = ["bench", "--model", &model, "--rounds", "500", "--repeats", "1", "--json", &json];
+    let mut command = command(&[&args[..], &SHORT].concat());
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("starts");
+    // Nothing is said without a terminal, so give it the time of some processes.
+    std::thread::sleep(std::time::Duration::from_secs(4));
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().expect("kill is there");
+    assert!(sent.success());
+    let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines();
+    assert!(lines.any(|line| line.expect("UTF-8").contains("what was measured so far is kept")));
+    assert_eq!(child.wait().expect("ends").code(), Some(130));
+    let record: Value = serde_json::from_str(&std::fs::read_to_string(&json).expect("written")).expect("JSON");
+    assert_eq!(record["incomplete"], "interrupted");
+    let samples = &record["experiments"][0]["cells"][0]["arms"][0]["samples"];
+    assert!(samples.as_array().is_some_and(|samples| !samples.is_empty()), "{samples}");
+}
+
+#[test]
+fn traffic_is_measured_and_kept_prefixes_are_counted() {
+    let scratch = Scratch::new();
+    let model = scratch.arg("model");
+    let args = [
+        "bench",
+        "load",
+        "--model",
+        &model,
+        "--rate",
+        "20",
+        "--clients",
+        "2",
+        "--agents",
+        "2",
+        "--turns",
+        "2",
+        "--requests",
+        "6",
+        "--instructions",
+        "300",
+        "--prompt-lengths",
+        "20,40",
+        "--generate",
+        "3",
+        "--max-ttft",
+        "60000",
+        "--max-tpot",
+        "60000",
+        "--json",
+        "-",
+        "--",
+        "--threads",
+        "1",
+    ];
+    let record = troika(&args).ok().json();
+    let levels = record["levels"].as_array().expect("levels");
+    let completed: Vec<_> = levels.iter().map(|level| level["completed"].as_u64()).collect();
+    assert_eq!(completed, [Some(6), Some(6), Some(4)], "{record}");
+    assert!(levels.iter().all(|level| level["met"] == level["completed"] && level["failed"] == 0), "{record}");
+    assert_eq!(levels[0]["cached_tokens"], 0, "prompts that share nothing");
+    // The second turn of each agent finds at least its own first turn, of which two blocks are whole.
+    assert!(levels[2]["cached_tokens"].as_u64() >= Some(512), "{}", levels[2]);
+}
+
+/// On one device, nodes run one after the other.
+#[test]
+fn a_timeline_has_every_node_once_and_in_order() {
+    let scratch = Scratch::new();
+    let model = scratch.arg("model");
+    let few =
+        ["--prompt-lengths", "48", "--chunk", "16", "--generate", "2", "--rounds", "1", "--json", "-", "--timeline"];
+    let report = troika(&[&["bench", "in-process", "--model", &model][..], &few].concat()).ok().json();
+    let step = &report["step"];
+    assert_eq!((step["tokens"].as_u64(), step["position"].as_u64()), (Some(16), Some(32)));
+    let spans = step["spans"].as_array().expect("spans");
+    let time = |span: &Value, name: &str| span[name].as_f64().expect("a time");
+    assert!(spans.iter().all(|span| span["device"] == 0 && time(span, "start_us") <= time(span, "end_us")), "{step}");
+    assert!(spans.windows(2).all(|pair| time(&pair[0], "end_us") <= time(&pair[1], "start_us")), "{step}");
+    let layers = spans.iter().filter(|span| span["kind"] == "attention core").map(|span| span["layer"].as_u64());
+    let mut layers: Vec<_> = layers.collect();
+    assert!(layers.is_sorted(), "{layers:?}");
+    layers.dedup();
+    assert_eq!(layers, [Some(0), Some(1), Some(2)]);
+}

@@ -1,0 +1,51 @@
+//! Neural engines from the command line, on nano. Numbers in the names of tests are those of the hybrid spec's section 13.
+
+use crate::support::troika;
+
+const BENCH: [&str; 9] =
+    ["bench", "in-process", "--prompt-lengths", "129", "--rounds", "1", "--generate", "2", "--threads=1"];
+
+fn bench(more: &[&str]) -> Vec<&'static str> {
+    BENCH.into_iter().chain(more.iter().map(|arg| &*Box::leak(arg.to_string().into_boxed_str()))).collect()
+}
+
+#[test]
+fn a_bench_with_engines_shows_what_they_did() {
+    let args = bench(&["--npu", "soft", "--tile", "64", "--chunk", "64", "--require-engaged", "--json", "-"]);
+    let json = troika(&args).ok().json();
+    let hybrid = &json["hybrid"];
+    assert_eq!(hybrid["state"], "engaged");
+    assert!(hybrid["numeric_class"].as_str().is_some_and(|class| class.starts_with("fast+hybrid:")), "{hybrid}");
+    let shared = &hybrid["kinds"]["shared expert"];
+    // Two tiles of each of six layers, in a warm-up and a counted round; the last token and the next are decode steps.
+    assert_eq!(
+        (&shared["planned"], &shared["exact"], &shared["merged"]),
+        (&24.into(), &24.into(), &24.into()),
+        "{shared}"
+    );
+    assert_eq!(shared["bypass_decode"], 24, "{shared}");
+    assert!(troika(&bench(&["--json", "-"])).ok().json().get("hybrid").is_none());
+}
+
+#[test]
+fn acceptance_02_and_17_engines_that_never_run_are_not_engaged() {
+    let narrow = ["--npu", "soft", "--tile", "128", "--chunk", "64"];
+    troika(&bench(&narrow)).ok();
+    let args = bench(&[&narrow[..], &["--require-engaged"]].concat());
+    troika(&args).fails(1, &["NOT ENGAGED", "idle"]);
+    let args = bench(&["--npu", "soft", "--class", "exact", "--require-engaged"]);
+    troika(&args).fails(1, &["NOT ENGAGED", "unavailable", "class"]);
+    troika(&bench(&["--hybrid", "on"])).fails(1, &["--npu"]);
+    troika(&bench(&["--npu", "ane"])).fails(2, &["ane", "soft"]);
+}
+
+#[test]
+fn devices_and_plans_are_shown() {
+    let devices = troika(&["devices"]).ok().stdout;
+    assert!(devices.contains("cpu ") && devices.contains("soft "), "{devices}");
+    let plan = troika(&["plan", "--npu", "soft:instances=2", "--place", "wo_b=whole"]).ok().stdout;
+    for part in ["soft x 2", "wq_b", "split: 0.500", "shared expert", "in turn", "by default"] {
+        assert!(plan.contains(part), "no `{part}` in: {plan}");
+    }
+    troika(&["plan"]).fails(1, &["--npu"]);
+}

@@ -1,0 +1,249 @@
+//! One instance of a neural engine as a device: a queue, a thread that waits for the engine, and its banks.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use troika_graph::{NodeId, WeightSource};
+
+use super::banks::InstanceBanks;
+use super::procedure::ProcedureId;
+use super::{Bank, NpuBackend, NpuError, Procedure};
+use crate::run::StepRun;
+use crate::slot::Output;
+use crate::{Capabilities, Device, DeviceError, DeviceKind, Part, Report, Work};
+
+/// See the module.
+pub struct NpuDevice {
+    capabilities: Capabilities,
+    queue: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+enum Job {
+    Part(Work),
+    /// Run a procedure on these rows, outside of any step.
+    Probe(Arc<Procedure>, Vec<f32>, Sender<Result<Vec<f32>, NpuError>>),
+    /// Give up the banks whose procedures are all among these.
+    Shed(Vec<ProcedureId>),
+}
+
+impl NpuDevice {
+    /// Starts the thread of instance `instance`, which owns `banks` from now on.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot be started.
+    pub fn start(backend: Arc<dyn NpuBackend>, instance: usize, banks: InstanceBanks) -> Result<Self, DeviceError> {
+        let name = format!("{}{instance}", backend.name());
+        let description = backend.description();
+        let capabilities = Capabilities { name: name.clone(), kind: DeviceKind::Npu, description, threads: 1 };
+        let (queue, jobs) = channel();
+        let mut worker = Worker::new(banks);
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(move || {
+                backend.enter(instance);
+                worker.work_off(&jobs);
+            })
+            .map_err(|e| DeviceError::Threads { threads: 1, reason: e.to_string() })?;
+        Ok(Self { capabilities, queue: Some(queue), thread: Some(thread) })
+    }
+
+    /// Runs `procedure` on a tile `x` and waits for its outputs, one after another.
+    ///
+    /// # Errors
+    ///
+    /// If the engine failed.
+    pub fn probe(&self, procedure: &Arc<Procedure>, x: &[f32]) -> Result<Vec<f32>, NpuError> {
+        let gone = || NpuError::Run { procedure: procedure.name.clone(), reason: "the engine has stopped".to_owned() };
+        let (done, result) = channel();
+        self.send(Job::Probe(Arc::clone(procedure), x.to_vec(), done)).map_err(|_| gone())?;
+        result.recv().map_err(|_| gone())?
+    }
+
+    /// Frees the banks that hold none but these procedures, once what is queued is done.
+    ///
+    /// # Errors
+    ///
+    /// If the device has stopped.
+    pub fn shed(&self, procedures: Vec<ProcedureId>) -> Result<(), DeviceError> {
+        self.send(Job::Shed(procedures))
+    }
+
+    fn send(&self, job: Job) -> Result<(), DeviceError> {
+        let stopped = || DeviceError::Stopped { name: self.capabilities.name.clone() };
+        self.queue.as_ref().ok_or_else(stopped)?.send(job).map_err(|_| stopped())
+    }
+}
+
+impl Device for NpuDevice {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    /// Its weights are in its procedures.
+    fn load(&self, _: &dyn WeightSource) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn submit(&self, work: Work) -> Result<(), DeviceError> {
+        if work.part.is_none() || work.nodes.len() != 1 {
+            let (name, reason) = (self.capabilities.name.clone(), "runs compiled procedures only".to_owned());
+            return Err(DeviceError::Refused { name, reason });
+        }
+        self.send(Job::Part(work))
+    }
+
+    /// It has a processor of its own.
+    fn drive(&self, _: &mut dyn FnMut(Instant) -> bool) -> bool {
+        false
+    }
+}
+
+impl Drop for NpuDevice {
+    fn drop(&mut self) {
+        self.queue.take();
+        if let Some(thread) = self.thread.take() {
+            // The worker catches what back ends throw.
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Worker {
+    banks: Vec<Option<Box<dyn Bank>>>,
+    procedures: Vec<Vec<ProcedureId>>,
+    /// Bank and index of each procedure.
+    places: HashMap<ProcedureId, (usize, usize)>,
+    /// Memory for padded tiles.
+    input: Vec<f32>,
+    output: Vec<f32>,
+}
+
+impl Worker {
+    fn new(banks: InstanceBanks) -> Self {
+        let (procedures, banks): (Vec<_>, Vec<_>) = banks.into_iter().map(|(ids, bank)| (ids, Some(bank))).unzip();
+        let places = procedures.iter().enumerate();
+        let places = places.flat_map(|(bank, ids)| ids.iter().enumerate().map(move |(index, id)| (*id, (bank, index))));
+        let places = places.collect();
+        Self { banks, procedures, places, input: Vec::new(), output: Vec::new() }
+    }
+
+    fn work_off(&mut self, jobs: &Receiver<Job>) {
+        while let Ok(job) = jobs.recv() {
+            match job {
+                Job::Part(work) => self.do_part(work),
+                Job::Probe(procedure, x, done) => {
+                    let result = self.catch(&procedure, |worker| {
+                        worker.surfaces(&procedure);
+                        worker.input.copy_from_slice(&x);
+                        worker.run_surfaces(&procedure)
+                    });
+                    let size = procedure.tile * procedure.output_cols();
+                    // Whoever asked may have gone.
+                    let _ = done.send(result.map(|()| self.output[..size].to_vec()));
+                }
+                Job::Shed(ids) => {
+                    for (bank, procedures) in self.banks.iter_mut().zip(&self.procedures) {
+                        if procedures.iter().all(|id| ids.contains(id)) {
+                            bank.take();
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn do_part(&mut self, work: Work) {
+        let Work { run, nodes, part, done, .. } = work;
+        let part = part.expect("checked when it was queued");
+        let start = Instant::now();
+        let result = self.catch(&part.procedure, |worker| worker.run_part(&run, nodes[0], &part));
+        let elapsed_ns = start.elapsed().as_nanos() as u64;
+        let step = run.id();
+        // Whoever takes the report wants the step for itself.
+        drop(run);
+        let elapsed_ns = if result.is_ok() { vec![elapsed_ns] } else { Vec::new() };
+        let failure = result.err().map(|error| error.to_string());
+        // If nobody waits for the step any more, nobody misses the report.
+        let _ = done.send(Report { step, nodes, part: Some(part.id), elapsed_ns, failure });
+    }
+
+    /// A back end that panics has failed, no more.
+    fn catch(
+        &mut self,
+        procedure: &Procedure,
+        body: impl FnOnce(&mut Self) -> Result<(), NpuError>,
+    ) -> Result<(), NpuError> {
+        catch_unwind(AssertUnwindSafe(|| body(self))).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+            let reason = text.unwrap_or("no message").to_owned();
+            Err(NpuError::Run { procedure: procedure.name.clone(), reason })
+        })
+    }
+
+    fn bank(&mut self, procedure: &Procedure) -> Result<(&mut Box<dyn Bank>, usize), NpuError> {
+        let place = self.places.get(&procedure.id).copied();
+        let found = place.and_then(|(bank, index)| Some((self.banks[bank].as_mut()?, index)));
+        found.ok_or_else(|| NpuError::Run {
+            procedure: procedure.name.clone(),
+            reason: "it is in no loaded bank".to_owned(),
+        })
+    }
+
+    fn run_part(&mut self, run: &StepRun, node: NodeId, part: &Part) -> Result<(), NpuError> {
+        let (procedure, rows) = (&part.procedure, &part.rows);
+        let node = run.graph().node(node);
+        let cols = procedure.input_cols();
+        let x = run.read_f32(node.inputs[0]);
+        let x = &x[rows.start * cols..rows.end * cols];
+        let places = procedure.outputs(rows);
+        let mut guards: Vec<_> =
+            places.iter().zip(&node.outputs).map(|(place, value)| run.write_columns(*value, place.clone())).collect();
+        let mut outputs: Vec<Output<'_>> = guards.iter_mut().map(|guard| guard.output()).collect();
+        if rows.len() == procedure.tile {
+            let (bank, index) = self.bank(procedure)?;
+            return bank.run(index, x, &mut outputs);
+        }
+        // A tail: rows of zeros fill the tile, and what comes of them is cut off.
+        self.surfaces(procedure);
+        self.input[..x.len()].copy_from_slice(x);
+        self.run_surfaces(procedure)?;
+        let mut surface = &self.output[..];
+        for (place, output) in places.iter().zip(&mut outputs) {
+            let width = place.groups * place.channels.len();
+            let (own, rest) = surface.split_at(procedure.tile * width);
+            surface = rest;
+            match output {
+                Output::Rows(out) => out.copy_from_slice(&own[..rows.len() * width]),
+                Output::Pieces(pieces) => {
+                    pieces.iter_mut().zip(own.chunks_exact(place.channels.len())).for_each(|(out, own)| {
+                        out.copy_from_slice(own);
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the surfaces large enough, the input all zeros.
+    fn surfaces(&mut self, procedure: &Procedure) {
+        self.input.clear();
+        self.input.resize(procedure.tile * procedure.input_cols(), 0.0);
+        self.output.resize(procedure.tile * procedure.output_cols(), 0.0);
+    }
+
+    /// Runs a whole tile from the input surface to the output surface.
+    fn run_surfaces(&mut self, procedure: &Procedure) -> Result<(), NpuError> {
+        let (input, mut output) = (std::mem::take(&mut self.input), std::mem::take(&mut self.output));
+        let mut outputs = procedure.surfaces(procedure.tile, &mut output);
+        let result = self.bank(procedure).and_then(|(bank, index)| bank.run(index, &input, &mut outputs));
+        drop(outputs);
+        (self.input, self.output) = (input, output);
+        result
+    }
+}

@@ -1,0 +1,178 @@
+//! Nodes that engines take part in: their parts, from hand-over to the last report. A part that fails on an engine is done
+//! again by the primary device within the same operation, and its projection stays with the primary device from then on.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use troika_base::StepId;
+use troika_device::{Part, Report, Work};
+use troika_graph::{Kind, NodeId, WeightKey};
+
+use super::{Executor, ExecutorError, FinishedStep, InFlight};
+use crate::ledger::Fallback;
+use crate::plan::DeviceId;
+use crate::span::Span;
+
+/// A shared node whose parts are not all in.
+#[derive(Debug)]
+pub(super) struct SharedRun {
+    pub(super) kind: Kind,
+    key: WeightKey,
+    parts: Vec<RunningPart>,
+    /// Parts that are not in.
+    left: usize,
+    /// Per tile the engines' parts that are not in.
+    tiles: Vec<u32>,
+    start: Instant,
+}
+
+#[derive(Debug)]
+struct RunningPart {
+    device: DeviceId,
+    part: Part,
+    tile: Option<usize>,
+}
+
+impl SharedRun {
+    /// Operations that were handed over and are not merged.
+    pub(super) fn tiles_left(&self) -> u64 {
+        self.tiles.iter().filter(|left| **left > 0).count() as u64
+    }
+}
+
+impl Executor {
+    /// Cuts a node whose predecessors are done into parts and hands them over.
+    pub(super) fn queue_shared(&self, step: &mut InFlight, node: NodeId, shared: usize) -> Result<(), ExecutorError> {
+        let template = Arc::clone(&step.template);
+        let shared = &template.shared[shared];
+        let rows = step.run.rows().num_rows();
+        let is_latched = self.latched.contains_key(&shared.key);
+        let schedule = self.plan.schedule(&shared.shares, rows, is_latched);
+        let operations = step.operations.entry(shared.kind).or_default();
+        operations.exact += schedule.exact as u64;
+        operations.padded += u64::from(schedule.padded);
+        operations.logical_rows += schedule.tiled_rows as u64;
+        let tiles = schedule.exact + usize::from(schedule.padded);
+        operations.padded_rows += (tiles * self.plan.tile() - schedule.tiled_rows) as u64;
+        if schedule.tiled_rows < rows {
+            let reason = if is_latched { Fallback::Latched } else { Fallback::RowsBelowTailThreshold };
+            *operations.fallbacks.entry(reason).or_default() += 1;
+        }
+        let mut tiles = vec![0; tiles];
+        schedule.parts.iter().filter_map(|(_, _, tile)| *tile).for_each(|tile| tiles[tile] += 1);
+        let parts: Vec<RunningPart> =
+            schedule.parts.into_iter().map(|(device, part, tile)| RunningPart { device, part, tile }).collect();
+        let work: Vec<(DeviceId, Part)> = parts.iter().map(|running| (running.device, running.part.clone())).collect();
+        let (kind, key, left, start) = (shared.kind, shared.key, parts.len(), Instant::now());
+        step.shared.insert(node, SharedRun { kind, key, parts, left, tiles, start });
+        work.into_iter().try_for_each(|(device, part)| self.hand_over_part(step, node, kind, device, part))
+    }
+
+    fn hand_over_part(
+        &self,
+        step: &mut InFlight,
+        node: NodeId,
+        kind: Kind,
+        device: DeviceId,
+        part: Part,
+    ) -> Result<(), ExecutorError> {
+        step.part_entries.entry((kind, device)).or_default().submitted += 1;
+        let (run, done) = (Arc::clone(&step.run), self.done.0.clone());
+        let id = part.id;
+        let work = Work { run, nodes: vec![node], part: Some(part), priority: step.priority, done };
+        match self.devices[usize::from(device.0)].submit(work) {
+            // An engine that is gone has failed like one that says so.
+            Err(error) if device != DeviceId::PRIMARY => {
+                let (step, failure) = (step.run.id(), Some(error.to_string()));
+                let report = Report { step, nodes: vec![node], part: Some(id), elapsed_ns: Vec::new(), failure };
+                self.done.0.send(report).expect("the executor holds the receiver itself");
+                Ok(())
+            }
+            result => Ok(result?),
+        }
+    }
+
+    pub(super) fn take_part(&mut self, report: Report) -> Result<Option<FinishedStep>, ExecutorError> {
+        let Report { step: id, nodes, part, elapsed_ns, failure } = report;
+        let (node, index) = (nodes[0], part.expect("the caller has looked") as usize);
+        // A step that failed has been dropped; its last reports may still come in.
+        if !self.steps.contains_key(&id) {
+            return Ok(None);
+        }
+        match failure {
+            Some(reason) => self.part_failed(id, node, index, reason),
+            None => self.part_done(id, node, index, elapsed_ns[0]),
+        }
+    }
+
+    fn part_failed(
+        &mut self,
+        id: StepId,
+        node: NodeId,
+        index: usize,
+        reason: String,
+    ) -> Result<Option<FinishedStep>, ExecutorError> {
+        let mut step = self.steps.remove(&id).expect("the caller has looked");
+        let shared = step.shared.get_mut(&node).expect("a part of it is out");
+        let (kind, key) = (shared.kind, shared.key);
+        let running = &mut shared.parts[index];
+        let device = std::mem::replace(&mut running.device, DeviceId::PRIMARY);
+        let part = running.part.clone();
+        step.part_entries.entry((kind, device)).or_default().failed += 1;
+        if device == DeviceId::PRIMARY {
+            self.steps.insert(id, step);
+            self.give_up(id);
+            self.queue_ready()?;
+            return Err(ExecutorError::Node { step: id, reason });
+        }
+        step.operations.entry(kind).or_default().runtime_failures += 1;
+        if !self.latched.contains_key(&key) {
+            let engine = &self.devices[usize::from(device.0)].capabilities().name;
+            tracing::warn!(projection = %key, engine, reason, "failed on an engine; the primary device does it from now on");
+            self.latched.insert(key, reason);
+            self.feature.latched();
+        }
+        let result = self.hand_over_part(&mut step, node, kind, DeviceId::PRIMARY, part);
+        self.steps.insert(id, step);
+        result.map(|()| None)
+    }
+
+    fn part_done(
+        &mut self,
+        id: StepId,
+        node: NodeId,
+        index: usize,
+        elapsed_ns: u64,
+    ) -> Result<Option<FinishedStep>, ExecutorError> {
+        let step = self.steps.get_mut(&id).expect("the caller has looked");
+        let shared = step.shared.get_mut(&node).expect("a part of it is out");
+        let (kind, RunningPart { device, part, tile }) = (shared.kind, &shared.parts[index]);
+        let entry = step.part_entries.entry((kind, *device)).or_default();
+        entry.completed += 1;
+        entry.rows += part.rows.len() as u64;
+        entry.busy_ns += elapsed_ns;
+        entry.longest_ns = entry.longest_ns.max(elapsed_ns);
+        if self.keeps_spans {
+            let scope = step.template.graph().node(node).scope;
+            let end_ns = step.start.elapsed().as_nanos() as u64;
+            let start_ns = end_ns.saturating_sub(elapsed_ns);
+            step.spans.push(Span { kind, scope, device: *device, start_ns, end_ns });
+        }
+        let operations = step.operations.entry(kind).or_default();
+        if let Some(tile) = *tile {
+            shared.tiles[tile] -= 1;
+            operations.merged += u64::from(shared.tiles[tile] == 0);
+        }
+        shared.left -= 1;
+        if shared.left > 0 {
+            return Ok(None);
+        }
+        operations.region_ns += shared.start.elapsed().as_nanos() as u64;
+        *operations.last.entry(*device).or_default() += 1;
+        step.shared.remove(&node);
+        step.left -= 1;
+        let template = Arc::clone(&step.template);
+        step.release_successors(template.place(node), |_| true);
+        self.go_on(id)
+    }
+}

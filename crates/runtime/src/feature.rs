@@ -1,0 +1,219 @@
+//! Whether engines really take part: a state computed from what was dispatched, never from settings (section 3 of the hybrid
+//! spec).
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+
+use crate::ledger::{Fallback, Operations};
+use crate::plan::Plan;
+
+/// Prefill steps that the state looks back on.
+const WINDOW: usize = 64;
+/// Engaged from this share of planned operations on.
+const ENGAGED: f64 = 0.95;
+/// Steps wider than half a tile without any dispatch before somebody is told.
+const PATIENCE: usize = 16;
+
+/// What engines do for the running model.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FeatureState {
+    /// Nobody asked for it.
+    Off,
+    /// Not possible on this host or with this model.
+    Unavailable { reason: String },
+    /// Compiled and warm; nothing was executed yet.
+    Ready,
+    /// At least 95 % of the planned operations were dispatched.
+    Engaged,
+    /// None was planned, or none dispatched.
+    Idle { reason: String },
+    /// Some of the planned ones were dispatched.
+    Degraded { reason: String, ratio: f64 },
+    /// The numbers were wrong; nothing more is dispatched.
+    Quarantined { reason: String },
+}
+
+impl FeatureState {
+    /// Its name in reports.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Off => "off",
+            Self::Unavailable { .. } => "unavailable",
+            Self::Ready => "ready",
+            Self::Engaged => "engaged",
+            Self::Idle { .. } => "idle",
+            Self::Degraded { .. } => "degraded",
+            Self::Quarantined { .. } => "quarantined",
+        }
+    }
+}
+
+impl fmt::Display for FeatureState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Off | Self::Ready | Self::Engaged => f.write_str(self.name()),
+            Self::Unavailable { reason } | Self::Idle { reason } | Self::Quarantined { reason } => {
+                write!(f, "{}({reason})", self.name())
+            }
+            Self::Degraded { reason, ratio } => write!(f, "degraded({reason}, {:.1} %)", ratio * 100.0),
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Chunk {
+    planned: u64,
+    dispatched: u64,
+    reason: Option<Fallback>,
+}
+
+/// The state, and what it is computed from.
+#[derive(Clone, Debug)]
+pub struct Feature {
+    tile: usize,
+    /// Off, unavailable or quarantined: nothing is dispatched, whatever the chunks are.
+    closed: Option<FeatureState>,
+    window: VecDeque<Chunk>,
+    any_latched: bool,
+    /// Steps wider than half a tile since the last dispatch, and their widths.
+    waiting: usize,
+    widths: BTreeMap<usize, usize>,
+    /// The reason that somebody was told.
+    told: Option<String>,
+}
+
+impl Feature {
+    pub(crate) fn new(plan: &Plan) -> Self {
+        Self {
+            tile: plan.tile(),
+            closed: plan.is_primary().then_some(FeatureState::Off),
+            window: VecDeque::new(),
+            any_latched: false,
+            waiting: 0,
+            widths: BTreeMap::new(),
+            told: None,
+        }
+    }
+
+    /// What engines do now.
+    pub fn state(&self) -> FeatureState {
+        if let Some(state) = &self.closed {
+            return state.clone();
+        }
+        if self.window.is_empty() {
+            return FeatureState::Ready;
+        }
+        let (planned, dispatched) = self.window.iter().fold((0, 0), |(p, d), c| (p + c.planned, d + c.dispatched));
+        let ratio = dispatched as f64 / planned.max(1) as f64;
+        if planned > 0 && ratio >= ENGAGED {
+            return FeatureState::Engaged;
+        }
+        let reason = self.reason();
+        if planned > 0 && dispatched > 0 {
+            FeatureState::Degraded { reason, ratio }
+        } else {
+            FeatureState::Idle { reason }
+        }
+    }
+
+    /// Why the last step that was not dispatched as planned was not.
+    fn reason(&self) -> String {
+        let last = self.window.iter().rev().find(|chunk| chunk.planned == 0 || chunk.dispatched < chunk.planned);
+        match last.and_then(|chunk| chunk.reason) {
+            Some(reason) => reason.name().to_owned(),
+            None if self.any_latched => Fallback::Latched.name().to_owned(),
+            None => "no step was as wide as a tile".to_owned(),
+        }
+    }
+
+    /// Nothing is dispatched from now on.
+    pub(crate) fn close(&mut self, state: FeatureState) {
+        self.closed = Some(state);
+    }
+
+    pub(crate) fn latched(&mut self) {
+        self.any_latched = true;
+    }
+
+    /// Takes note of a prefill step.
+    pub(crate) fn observe(&mut self, rows: usize, operations: &Operations) {
+        if self.closed.is_some() {
+            return;
+        }
+        let (planned, dispatched) = (operations.planned, operations.dispatched());
+        let reason = operations.fallbacks.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| *reason);
+        self.window.push_back(Chunk { planned, dispatched, reason });
+        if self.window.len() > WINDOW {
+            self.window.pop_front();
+        }
+        if dispatched > 0 {
+            (self.waiting, self.widths, self.told) = (0, BTreeMap::new(), None);
+        } else if rows > self.tile / 2 {
+            self.waiting += 1;
+            *self.widths.entry(rows).or_default() += 1;
+        }
+        if self.waiting > PATIENCE {
+            let reason = self.reason();
+            if self.told.as_ref() != Some(&reason) {
+                let cure = match self.any_latched {
+                    true => "see the warning of the engine's failure",
+                    false => "a tile at most as wide as the steps (--tile), or wider steps (--chunk)",
+                };
+                let (tile, widths) = (self.tile, &self.widths);
+                tracing::warn!(tile, ?widths, reason, cure, "engines are ready, but no step has reached them");
+                self.told = Some(reason);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn feature() -> Feature {
+        Feature { closed: None, tile: 512, ..Feature::new(&Plan::primary()) }
+    }
+
+    fn operations(planned: u64, dispatched: u64, reason: Option<Fallback>) -> Operations {
+        let fallbacks = reason.into_iter().map(|reason| (reason, 1)).collect();
+        Operations { planned, exact: dispatched, fallbacks, ..Operations::default() }
+    }
+
+    #[test]
+    fn the_state_follows_what_was_dispatched() {
+        let mut feature = feature();
+        assert_eq!(feature.state(), FeatureState::Ready);
+        feature.observe(512, &operations(10, 10, None));
+        assert_eq!(feature.state(), FeatureState::Engaged);
+        feature.observe(512, &operations(10, 5, Some(Fallback::Latched)));
+        assert_eq!(feature.state(), FeatureState::Degraded { reason: "latched".to_owned(), ratio: 0.75 });
+        for _ in 0..WINDOW {
+            feature.observe(300, &operations(0, 0, Some(Fallback::RowsBelowTailThreshold)));
+        }
+        assert_eq!(feature.state(), FeatureState::Idle { reason: "rows_below_tail_threshold".to_owned() });
+        for _ in 0..WINDOW {
+            feature.observe(1024, &operations(20, 19, None));
+        }
+        assert_eq!(feature.state(), FeatureState::Engaged, "95 % are enough");
+        feature.close(FeatureState::Quarantined { reason: "gate".to_owned() });
+        feature.observe(512, &operations(10, 10, None));
+        assert_eq!(feature.state().to_string(), "quarantined(gate)");
+    }
+
+    #[test]
+    fn somebody_is_told_once_for_each_reason() {
+        let mut feature = feature();
+        let narrow = operations(0, 0, Some(Fallback::RowsBelowTailThreshold));
+        (0..PATIENCE).for_each(|_| feature.observe(300, &narrow));
+        (0..100).for_each(|_| feature.observe(200, &narrow));
+        assert_eq!(feature.told, None, "too narrow ones do not count");
+        feature.observe(300, &narrow);
+        assert_eq!(feature.told.as_deref(), Some("rows_below_tail_threshold"));
+        feature.latched();
+        feature.observe(512, &operations(10, 0, Some(Fallback::Latched)));
+        assert_eq!(feature.told.as_deref(), Some("latched"), "the reason has changed");
+        feature.observe(512, &operations(10, 10, None));
+        assert_eq!((feature.told, feature.waiting), (None, 0));
+    }
+}
