@@ -465,6 +465,8 @@ pub struct CacheStatus {
     pub skipped_no_parent: u64,
     /// Blocks and boundaries not stored because there was no room.
     pub skipped_no_room: u64,
+    /// Blocks not stored because decode steps wrote some of their rows, which are of another numeric class.
+    pub skipped_mixed: u64,
     /// Blocks that had to go.
     pub evicted: u64,
     /// Most bytes under the directory on disk; 0 = there is none.

@@ -19,6 +19,7 @@ use troika_runtime::{
     DeviceId, Executor, ExecutorError, FeatureState, FinishedStep, HybridOptions, Lane, Ledger, Plan, Prepared,
     Priority, Span, Step, Template, Ticket, prepare,
 };
+use troika_scheduler::Rule;
 
 /// Settings of a [`Runner`].
 #[derive(Clone, Copy, Debug)]
@@ -284,6 +285,11 @@ impl Runner {
     /// The executor: its plan, its devices, what failed.
     pub fn executor(&self) -> &Executor {
         &self.executor
+    }
+
+    /// Engines have nothing to do, since no step can hold a tile; `reason` says why.
+    pub(crate) fn set_idle(&mut self, reason: &'static str) {
+        self.executor.set_idle(reason);
     }
 
     /// Counts of all steps so far.
@@ -581,6 +587,15 @@ impl StepRunner for Runner {
             "" => self.options.class.to_string(),
             digest => format!("{}+hybrid:{digest}", self.options.class),
         }
+    }
+
+    fn tile(&self) -> Option<usize> {
+        let plan = self.executor.plan();
+        (!plan.is_primary()).then(|| plan.tile())
+    }
+
+    fn note_narrowed(&mut self, rule: Rule) {
+        self.executor.note_narrowed(rule.name());
     }
 
     fn packing(&self) -> Packing {

@@ -144,7 +144,8 @@ fn describe_cache(registry: &mut Registry, cache: &CacheStatus, block_bytes: u64
     count_each(registry, "cache_lookups", "Prompts looked up", "result", lookups);
     count(registry, "cache_stored_blocks", "Blocks stored in memory", cache.stored);
     count(registry, "cache_evicted_blocks", "Blocks that had to go", cache.evicted);
-    let skipped = [("no_parent", cache.skipped_no_parent), ("no_room", cache.skipped_no_room)];
+    let skipped =
+        [("no_parent", cache.skipped_no_parent), ("no_room", cache.skipped_no_room), ("mixed", cache.skipped_mixed)];
     count_each(registry, "cache_skipped_blocks", "Blocks and boundaries that were not stored", "reason", skipped);
     count(registry, "cache_disk_read_files", "Files read and found sound", cache.disk_read);
     count(registry, "cache_disk_written_files", "Files written", cache.disk_written);

@@ -16,7 +16,7 @@ use troika_device::{SequenceState, StateShape};
 use troika_graph::Acceptance;
 use troika_runtime::{ExecutorError, Priority, Ticket};
 use troika_scheduler::{
-    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Scheduler, StateCost, StepPlan,
+    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Rule, Scheduler, StateCost, StepPlan,
 };
 
 use super::EngineOptions;
@@ -39,6 +39,16 @@ pub trait StepRunner {
     /// How rows of that class lie in files.
     fn packing(&self) -> Packing {
         Packing::Floats
+    }
+
+    /// Rows of a tile of the neural engines that take part in prefill, if any do. Rows of decode steps are of another class then.
+    fn tile(&self) -> Option<usize> {
+        None
+    }
+
+    /// The next prefill step has a chunk that `rule` has narrowed.
+    fn note_narrowed(&mut self, rule: Rule) {
+        let _ = rule;
     }
 
     /// Bytes that the values of a step of so many rows take at most, logits of `logit_rows` of them included.
@@ -136,7 +146,8 @@ impl<R: StepRunner> Core<R> {
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
         let (class, packing) = (runner.numeric_class(), runner.packing());
-        let identity = CacheIdentity { class, packing, ..CacheIdentity::default() };
+        let excludes_decoded = runner.tile().is_some();
+        let identity = CacheIdentity { class, packing, excludes_decoded, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
@@ -321,7 +332,10 @@ impl<R: StepRunner> Core<R> {
                 status.queued = status.queued.saturating_sub(1);
             }
             live.load = match (&mut self.prefixes, &mut live.thread) {
-                (Some(prefixes), Some(thread)) => prefixes.load(thread, &live.tokens, now_us),
+                (Some(prefixes), Some(thread)) => {
+                    let prefix = prefixes.of_class(&live.tokens, live.prompt_tokens);
+                    prefixes.load(thread, prefix, now_us)
+                }
                 _ => None,
             };
             if live.load.is_none() {
@@ -351,7 +365,10 @@ impl<R: StepRunner> Core<R> {
     fn attach(&mut self, id: RequestId) {
         let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
         let hit = match (&mut self.prefixes, &mut live.thread) {
-            (Some(prefixes), Some(thread)) => prefixes.lookup(thread, &live.tokens, self.runner.state_shape()),
+            (Some(prefixes), Some(thread)) => {
+                let prefix = prefixes.of_class(&live.tokens, live.prompt_tokens);
+                prefixes.lookup(thread, prefix, self.runner.state_shape())
+            }
             _ => None,
         };
         live.num_computed_tokens = hit.as_ref().map_or(0, |hit| hit.len);
@@ -422,6 +439,7 @@ impl<R: StepRunner> Core<R> {
                 for part in parts.iter().filter(|_| lane == Lane::Prefill) {
                     let mut status = lock(&self.status);
                     for narrowing in &part.chunk.narrowed_by {
+                        self.runner.note_narrowed(narrowing.rule);
                         *status.narrowed_total.entry(narrowing.rule).or_default() += 1;
                     }
                     drop(status);
@@ -522,10 +540,13 @@ impl<R: StepRunner> Core<R> {
             if of_prompt > 0 {
                 live.report_prefill();
             }
-            if !logits.is_empty() && !live.ended && live.draw(&mut logits, self.max_context_tokens, now_us) {
+            // One that was decoded before a preemption, and is decoded again, has its next token already.
+            let is_newest = live.num_computed_tokens == live.tokens.len();
+            if is_newest && !logits.is_empty() && !live.ended && live.draw(&mut logits, self.max_context_tokens, now_us)
+            {
                 lock(&self.status).completion_tokens_total += 1;
             }
-            if !live.ended && step.lane == Lane::Decode {
+            if is_newest && !live.ended && step.lane == Lane::Decode {
                 self.scheduler.push_token(*id);
             }
         }
@@ -561,9 +582,9 @@ impl<R: StepRunner> Core<R> {
 fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
     let shape = runner.state_shape();
     let request = GeometryRequest {
-        tile: None,
+        tile: runner.tile(),
         step: options.chunk_tokens.max(1),
-        honour_step: false,
+        honour_step: options.honour_chunk,
         block: shape.block_tokens(),
         cache: options.cache_bytes > 0,
         snapshot_spacing: options.snapshot_spacing,
@@ -586,6 +607,7 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
             options.memory_bytes.saturating_sub(steps)
         },
         state_cost: StateCost { fixed_bytes: shape.fixed_bytes(), bytes_per_block: shape.bytes_per_block() },
+        replay_decoded: runner.tile().is_some(),
     }
 }
 

@@ -26,6 +26,7 @@ fn limits() -> Limits {
         max_itl_us: 200_000,
         state_bytes: u64::MAX,
         state_cost: StateCost { fixed_bytes: 1000, bytes_per_block: 100 },
+        replay_decoded: false,
     }
 }
 
