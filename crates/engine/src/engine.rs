@@ -132,6 +132,7 @@ impl Engine {
             core.runner_mut().set_idle(reason);
             tracing::warn!(tile, step, reason, cure, "no step can hold a tile: the engines have nothing to do");
         }
+        core.publish_nodes();
         let limits = core.scheduler().limits();
         let (state_cost, block_tokens, state_bytes) = (limits.state_cost, limits.geometry.block, limits.state_bytes);
         let run = move || {

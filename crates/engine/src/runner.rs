@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
+use crate::hybrid::HybridStatus;
 use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::cpu::{CpuDevice, CpuOptions};
 use troika_device::npu::NpuBackend;
@@ -621,6 +622,13 @@ impl StepRunner for Runner {
         }));
     }
 
+    fn report_hybrid(&self, status: &mut Option<HybridStatus>) {
+        match status {
+            Some(status) => status.refresh(self),
+            None => *status = HybridStatus::of(self),
+        }
+    }
+
     fn new_sequence(&mut self) -> SequenceId {
         Self::new_sequence(self)
     }
@@ -650,8 +658,9 @@ impl StepRunner for Runner {
             let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
             let elapsed_us = forward.elapsed.as_micros() as u64;
             let longest_node_us = forward.ledger.device_total(DeviceId::PRIMARY).longest_ns / 1000;
+            let ledger = forward.ledger.of_engines();
             self.recycle(forward);
-            StepResult { ticket, logits, elapsed_us, longest_node_us }
+            StepResult { ticket, logits, elapsed_us, longest_node_us, ledger }
         }))
     }
 }

@@ -14,6 +14,9 @@ const ENGAGED: f64 = 0.95;
 /// Steps wider than half a tile without any dispatch before somebody is told.
 const PATIENCE: usize = 16;
 
+/// Why nothing was planned.
+const NO_TILE: &str = "no step was as wide as a tile";
+
 /// What engines do for the running model.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FeatureState {
@@ -34,6 +37,23 @@ pub enum FeatureState {
 }
 
 impl FeatureState {
+    /// What engines did of `operations`.
+    pub fn of(operations: &Operations) -> Self {
+        let reason = || operations.main_fallback().map_or(NO_TILE, Fallback::name).to_owned();
+        Self::by(operations.planned, operations.dispatched(), reason)
+    }
+
+    fn by(planned: u64, dispatched: u64, reason: impl FnOnce() -> String) -> Self {
+        let ratio = dispatched as f64 / planned.max(1) as f64;
+        if planned > 0 && ratio >= ENGAGED {
+            Self::Engaged
+        } else if planned > 0 && dispatched > 0 {
+            Self::Degraded { reason: reason(), ratio }
+        } else {
+            Self::Idle { reason: reason() }
+        }
+    }
+
     /// Its name in reports.
     pub fn name(&self) -> &'static str {
         match self {
@@ -113,16 +133,7 @@ impl Feature {
             };
         }
         let (planned, dispatched) = self.window.iter().fold((0, 0), |(p, d), c| (p + c.planned, d + c.dispatched));
-        let ratio = dispatched as f64 / planned.max(1) as f64;
-        if planned > 0 && ratio >= ENGAGED {
-            return FeatureState::Engaged;
-        }
-        let reason = self.reason();
-        if planned > 0 && dispatched > 0 {
-            FeatureState::Degraded { reason, ratio }
-        } else {
-            FeatureState::Idle { reason }
-        }
+        FeatureState::by(planned, dispatched, || self.reason())
     }
 
     /// Why the last step that was not dispatched as planned was not.
@@ -134,7 +145,7 @@ impl Feature {
         match last.and_then(|chunk| chunk.reason) {
             Some(reason) => reason.name().to_owned(),
             None if self.any_latched => Fallback::Latched.name().to_owned(),
-            None => "no step was as wide as a tile".to_owned(),
+            None => NO_TILE.to_owned(),
         }
     }
 
@@ -171,7 +182,7 @@ impl Feature {
             return;
         }
         let (planned, dispatched) = (operations.planned, operations.dispatched());
-        let reason = operations.fallbacks.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| *reason);
+        let reason = operations.main_fallback();
         self.window.push_back(Chunk { planned, dispatched, reason });
         if self.window.len() > WINDOW {
             self.window.pop_front();

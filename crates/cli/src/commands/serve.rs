@@ -194,6 +194,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let (disk, degraded) = disk_tier(args, &model)?;
     let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
     memory::report(&engine)?;
+    args.hybrid.check_reachable(engine.status().hybrid.as_ref())?;
     if access.isolates_keys() {
         tracing::info!(
             "each key has its own prefixes and sees its own requests; --share-between-keys would share them"

@@ -14,7 +14,7 @@ use troika_base::{RequestId, SequenceId};
 use troika_device::state::Packing;
 use troika_device::{SequenceState, StateShape};
 use troika_graph::Acceptance;
-use troika_runtime::{ExecutorError, Priority, Ticket};
+use troika_runtime::{ExecutorError, Ledger, Priority, Ticket};
 use troika_scheduler::{
     Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Rule, Scheduler, StateCost, StepPlan,
 };
@@ -26,6 +26,7 @@ use super::prefix::{CacheIdentity, Prefixes};
 use crate::api::{
     EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, NodeTotals, StepTotals,
 };
+use crate::hybrid::HybridStatus;
 use crate::runner::{Chunk, RunnerError, WantLogits};
 
 /// Does forward passes. The engine's own is [`crate::Runner`]; tests have one that computes no model.
@@ -57,6 +58,11 @@ pub trait StepRunner {
     /// Counts of all nodes so far, by kind and device, in place of what `totals` held.
     fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
         totals.clear();
+    }
+
+    /// Brings up to date what is known of neural engines, if any were wished for.
+    fn report_hybrid(&self, status: &mut Option<HybridStatus>) {
+        let _ = status;
     }
 
     /// Starts an empty sequence.
@@ -101,6 +107,8 @@ pub struct StepResult {
     pub elapsed_us: u64,
     /// The longest node, microseconds.
     pub longest_node_us: u64,
+    /// What engines did of it; empty without any.
+    pub ledger: Ledger,
 }
 
 /// A request on its way to the core.
@@ -156,6 +164,7 @@ impl<R: StepRunner> Core<R> {
             let mut status = lock(&status);
             status.state_bytes_limit = limits.state_bytes;
             status.state_bytes_per_block = limits.state_cost.bytes_per_block;
+            status.geometry = limits.geometry.to_string();
             status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running);
         }
         Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
@@ -390,6 +399,13 @@ impl<R: StepRunner> Core<R> {
         }
     }
 
+    /// Says what devices did so far.
+    pub(super) fn publish_nodes(&self) {
+        let mut status = lock(&self.status);
+        self.runner.node_totals(&mut status.nodes);
+        self.runner.report_hybrid(&mut status.hybrid);
+    }
+
     fn publish(&self) {
         let mut status = lock(&self.status);
         status.running = self.scheduler.num_running();
@@ -496,14 +512,14 @@ impl<R: StepRunner> Core<R> {
         match self.runner.wait(timeout) {
             Ok(None) => {}
             Ok(Some(result)) => {
-                self.runner.node_totals(&mut lock(&self.status).nodes);
+                self.publish_nodes();
                 let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
                 let now_us = now_us(&self.runner);
                 self.take_results(&step, result, now_us);
             }
             Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
                 tracing::error!(%step, reason, "a step failed");
-                self.runner.node_totals(&mut lock(&self.status).nodes);
+                self.publish_nodes();
                 let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
                 self.scheduler.abandon(failed.lane);
                 for (id, _) in failed.parts {
@@ -532,6 +548,7 @@ impl<R: StepRunner> Core<R> {
             let live = self.requests.get_mut(id).expect("requests outlive their steps");
             let before = live.num_computed_tokens;
             live.num_computed_tokens += width;
+            live.notes.ledger.merge(&result.ledger);
             let of_prompt = live.num_computed_tokens.min(live.prompt_tokens).saturating_sub(before);
             lock(&self.status).prompt_tokens_total += of_prompt as u64;
             if live.ended {

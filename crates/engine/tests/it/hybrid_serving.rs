@@ -107,3 +107,53 @@ fn preempted_ones_say_the_same() {
     });
     assert!(running.status().preemptions_total > 0, "{:?}", running.status());
 }
+
+/// Chunks reach the tile through the scheduler, with and without a cache.
+#[test]
+fn acceptance_01_steps_are_as_wide_as_tiles() {
+    for tile in [BLOCK / 2, BLOCK, 2 * BLOCK] {
+        for chunk_tokens in [tile / 2, tile - 1, tile, 2 * tile] {
+            for cache_bytes in [0, 1 << 30] {
+                let limits = EngineOptions { chunk_tokens, cache_bytes, ..LIMITS };
+                let engine = start(hybrid_on(soft(1), tile), limits, None);
+                // The last token is decoded: one tile and nothing, two and a half.
+                for (seed, rows) in [(1, tile), (2, 2 * tile + tile / 2)] {
+                    let what = format!("tile {tile}, chunks of {chunk_tokens}, cache {cache_bytes}, {rows} rows");
+                    let record = record(&engine, request(tokens(seed, rows + 1), 2));
+                    let tiles: usize = record.chunks.iter().map(|chunk| chunk.width / tile).sum();
+                    assert_eq!(tiles, rows / tile, "{what}: {:?}", record.chunks);
+                    let operations = record.ledger.total_operations();
+                    assert_eq!(operations.planned, operations.dispatched(), "{what}");
+                    assert!(operations.planned >= 40 * tiles as u64, "{what}: {operations:?}");
+                }
+                let status = engine.status().hybrid.expect("engines were asked for");
+                assert_eq!((status.state.as_str(), status.tile), ("engaged", tile));
+            }
+        }
+    }
+}
+
+#[test]
+fn acceptance_02_a_narrow_step_that_the_user_wants_leaves_engines_idle() {
+    let limits = EngineOptions { chunk_tokens: BLOCK / 2, honour_chunk: true, ..LIMITS };
+    let engine = hybrid(limits);
+    let state = || engine.status().hybrid.expect("engines were asked for").state;
+    assert_eq!(state(), "idle(step_limit)", "from the start");
+    let record = record(&engine, request(tokens(1, 3 * BLOCK), 2));
+    assert!(record.chunks.iter().all(|chunk| chunk.width <= BLOCK / 2), "{:?}", record.chunks);
+    assert_eq!(record.ledger.total_operations().planned, 0);
+    assert_eq!(state(), "idle(step_limit)");
+}
+
+/// Wide steps do not make the cache coarser: prompts of a third of a tile that share their first part are found.
+#[test]
+fn acceptance_15_short_prompts_hit_as_often_as_without_engines() {
+    let shared = tokens(5, 2 * BLOCK + 9);
+    let cached = |engine: Engine| {
+        (0..4).for_each(|seed| drop(answer(&engine, request([&shared[..], &tokens(20 + seed, 70)].concat(), 2))));
+        engine.status().cached_tokens_total
+    };
+    let with = cached(start(hybrid_on(soft(1), 8 * BLOCK), LIMITS, None));
+    assert_eq!(with, cached(start(nano(None), LIMITS, None)));
+    assert_eq!(with, 3 * 2 * BLOCK as u64, "of all but the first");
+}
