@@ -6,10 +6,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
-use serde::Serialize;
 use troika_device::npu::NpuBackend;
 use troika_device::npu::soft::{Soft, SoftOptions};
-use troika_engine::{DeviceId, FeatureState, HybridOptions, Placement, Runner};
+use troika_engine::{FeatureState, HybridOptions, HybridStatus, Placement};
 use troika_graph::Kind;
 
 /// Which engines take part in prefill, and how.
@@ -159,6 +158,16 @@ impl HybridArgs {
         }
     }
 
+    /// Fails if engines must take part and no step can reach them.
+    pub(crate) fn check_reachable(&self, status: Option<&HybridStatus>) -> Result<()> {
+        match status.filter(|status| self.require_engaged && status.state.starts_with("idle")) {
+            Some(status) => {
+                bail!("hybrid: NOT ENGAGED: the engines are {}; the log says what would cure it", status.state)
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Fails if engines had to run and did not.
     pub(crate) fn check_engaged(&self, state: &FeatureState) -> Result<()> {
         if self.require_engaged && *state != FeatureState::Engaged {
@@ -168,109 +177,34 @@ impl HybridArgs {
     }
 }
 
-/// What engines did, for people and programs: counts from where work is handed over and comes back.
-#[derive(Debug, Serialize)]
-pub(crate) struct HybridReport {
-    state: String,
-    numeric_class: String,
-    plan_digest: String,
-    tile: usize,
-    engines: Vec<String>,
-    kinds: BTreeMap<&'static str, KindReport>,
-}
-
-#[derive(Debug, Serialize)]
-struct KindReport {
-    planned: u64,
-    exact: u64,
-    padded: u64,
-    merged: u64,
-    cancelled: u64,
-    fallbacks: BTreeMap<&'static str, u64>,
-    bypass_decode: u64,
-    bypass_verify: u64,
-    runtime_failures: u64,
-    logical_rows: u64,
-    padded_rows: u64,
-    region_ms: f64,
-    /// Device time and number of parts by device.
-    device_ms: BTreeMap<String, f64>,
-    dispatched: BTreeMap<String, u64>,
-    last: BTreeMap<String, u64>,
-}
-
-impl HybridReport {
-    /// `None` if no engine was wished for.
-    pub(crate) fn of(runner: &Runner) -> Option<Self> {
-        if runner.feature() == FeatureState::Off {
-            return None;
-        }
-        let (executor, ledger) = (runner.executor(), runner.totals());
-        let name = |device: &DeviceId| executor.devices()[usize::from(device.0)].capabilities().name.clone();
-        let kinds = ledger.operations().iter().map(|(kind, ops)| {
-            let entries: Vec<_> = ledger
-                .entries()
-                .filter(|(other, device, _)| other == kind && (*device != DeviceId(0) || ops.planned > 0))
-                .collect();
-            let report = KindReport {
-                planned: ops.planned,
-                exact: ops.exact,
-                padded: ops.padded,
-                merged: ops.merged,
-                cancelled: ops.cancelled,
-                fallbacks: ops.fallbacks.iter().map(|(reason, count)| (reason.name(), *count)).collect(),
-                bypass_decode: ops.bypass_decode,
-                bypass_verify: ops.bypass_verify,
-                runtime_failures: ops.runtime_failures,
-                logical_rows: ops.logical_rows,
-                padded_rows: ops.padded_rows,
-                region_ms: ops.region_ns as f64 / 1e6,
-                device_ms: entries.iter().map(|(_, device, e)| (name(device), e.busy_ns as f64 / 1e6)).collect(),
-                dispatched: entries.iter().map(|(_, device, e)| (name(device), e.submitted)).collect(),
-                last: ops.last.iter().map(|(device, count)| (name(device), *count)).collect(),
-            };
-            (kind.name(), report)
-        });
-        Some(Self {
-            state: runner.feature().to_string(),
-            numeric_class: runner.numeric_class(),
-            plan_digest: executor.plan().digest().to_owned(),
-            tile: executor.plan().tile(),
-            engines: executor.devices()[1..].iter().map(|device| device.capabilities().name.clone()).collect(),
-            kinds: kinds.collect(),
-        })
+/// What engines did, as a table for people.
+pub(crate) fn table(hybrid: &HybridStatus) -> String {
+    let mut text = format!("\nhybrid: {}; class {}, tile {}\n", hybrid.state, hybrid.numeric_class, hybrid.tile);
+    if hybrid.kinds.is_empty() {
+        return text;
     }
-
-    /// As a table.
-    pub(crate) fn table(&self) -> String {
-        let mut text = format!("\nhybrid: {}; class {}, tile {}\n", self.state, self.numeric_class, self.tile);
-        if self.kinds.is_empty() {
-            return text;
-        }
+    text += &format!(
+        "{:<22}{:>9}{:>9}{:>9}{:>9}{:>11}{:>9}  {}\n",
+        "projection", "planned", "exact", "padded", "merged", "region ms", "decode", "device ms (parts)"
+    );
+    for (kind, k) in &hybrid.kinds {
+        let devices = k.device_ms.iter().map(|(device, ms)| format!("{device} {ms:.0} ({})", k.dispatched[device]));
         text += &format!(
-            "{:<22}{:>9}{:>9}{:>9}{:>9}{:>11}{:>9}  {}\n",
-            "projection", "planned", "exact", "padded", "merged", "region ms", "decode", "device ms (parts)"
+            "{kind:<22}{:>9}{:>9}{:>9}{:>9}{:>11.0}{:>9}  {}\n",
+            k.planned,
+            k.exact,
+            k.padded,
+            k.merged,
+            k.region_ms,
+            k.bypass_decode,
+            devices.collect::<Vec<_>>().join(", ")
         );
-        for (kind, k) in &self.kinds {
-            let devices = k.device_ms.iter().map(|(device, ms)| format!("{device} {ms:.0} ({})", k.dispatched[device]));
-            text += &format!(
-                "{kind:<22}{:>9}{:>9}{:>9}{:>9}{:>11.0}{:>9}  {}\n",
-                k.planned,
-                k.exact,
-                k.padded,
-                k.merged,
-                k.region_ms,
-                k.bypass_decode,
-                devices.collect::<Vec<_>>().join(", ")
-            );
-            for (reason, count) in &k.fallbacks {
-                text += &format!("{:<22}{count} on the CPU alone: {reason}\n", "");
-            }
+        for (reason, count) in &k.fallbacks {
+            text += &format!("{:<22}{count} on the CPU alone: {reason}\n", "");
         }
-        text
     }
+    text
 }
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use troika_base::RequestId;
+use troika_runtime::Ledger;
+
+use crate::hybrid::HybridStatus;
 pub use troika_scheduler::{ChunkRecord, Narrowing, Rule, Urgency};
 
 /// How the next token is drawn from the logits.
@@ -333,7 +336,7 @@ pub enum SubmitError {
 }
 
 /// A snapshot of the engine's load.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct EngineStatus {
     /// Requests that have not started.
     pub queued: usize,
@@ -359,6 +362,10 @@ pub struct EngineStatus {
     pub narrowed_total: BTreeMap<Rule, u64>,
     /// The ledger: what devices were given and what they did.
     pub nodes: Vec<NodeTotals>,
+    /// What neural engines do and did; `None` if none were wished for.
+    pub hybrid: Option<HybridStatus>,
+    /// Tile, step, block and granule, and what limits them, in one line.
+    pub geometry: String,
     /// How often a sequence gave its state back to others and was computed again.
     pub preemptions_total: u64,
     /// Bytes set aside for the state of running sequences.
@@ -441,6 +448,8 @@ pub struct RequestRecord {
     pub chunks: Vec<ChunkRecord>,
     /// How often the sequence gave its state back to others.
     pub preemptions: u32,
+    /// What neural engines did in its steps; of a step that several requests share, each has all. Empty without engines.
+    pub ledger: Ledger,
 }
 
 /// Most chunks that a [`RequestRecord`] lists.
@@ -465,6 +474,8 @@ pub struct CacheStatus {
     pub skipped_no_parent: u64,
     /// Blocks and boundaries not stored because there was no room.
     pub skipped_no_room: u64,
+    /// Blocks not stored because decode steps wrote some of their rows, which are of another numeric class.
+    pub skipped_mixed: u64,
     /// Blocks that had to go.
     pub evicted: u64,
     /// Most bytes under the directory on disk; 0 = there is none.

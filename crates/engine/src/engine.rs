@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use troika_base::RequestId;
-use troika_scheduler::StateCost;
+use troika_scheduler::{Geometry, Rule, StateCost};
 
 use self::core::{Core, Submission};
 use self::disk::DiskTier;
@@ -31,6 +31,8 @@ const MAX_LOGIT_BIAS: f32 = 1000.0;
 pub struct EngineOptions {
     /// Prompt tokens in one prefill step. Chunks end at multiples of it, counted from position 0.
     pub chunk_tokens: usize,
+    /// Steps are not widened above that, even if neural engines have nothing to do then.
+    pub honour_chunk: bool,
     /// Requests computed at once; the others wait.
     pub max_running: usize,
     /// Requests that may wait.
@@ -120,8 +122,18 @@ impl Engine {
                 }
             });
         }
+        let Geometry { tile, step, reachable, limited_by, .. } = core.scheduler().limits().geometry;
+        tracing::info!(geometry = %core.scheduler().limits().geometry, "steps");
+        if !reachable {
+            let (reason, cure) = match limited_by {
+                Some(Rule::Memory) => ("memory", "a smaller tile (--tile) or more memory (--memory-limit)"),
+                _ => ("step_limit", "wider steps (--chunk), or a tile at most as wide as they are (--tile)"),
+            };
+            core.runner_mut().set_idle(reason);
+            tracing::warn!(tile, step, reason, cure, "no step can hold a tile: the engines have nothing to do");
+        }
+        core.publish_nodes();
         let limits = core.scheduler().limits();
-        tracing::info!(geometry = %limits.geometry, "steps");
         let (state_cost, block_tokens, state_bytes) = (limits.state_cost, limits.geometry.block, limits.state_bytes);
         let run = move || {
             let mut engine = Loop { core, clock, commands: received, open: true };

@@ -7,6 +7,7 @@
 
 pub mod api;
 mod engine;
+mod hybrid;
 mod memory;
 mod runner;
 mod sampler;
@@ -14,6 +15,7 @@ mod sampler;
 pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
+pub use hybrid::{HybridStatus, KindCounts, KindPlan};
 pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
+use crate::hybrid::HybridStatus;
 use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
 use troika_device::npu::NpuBackend;
@@ -19,6 +20,7 @@ use troika_runtime::{
     DeviceId, Executor, ExecutorError, FeatureState, FinishedStep, HybridOptions, Lane, Ledger, Plan, Prepared,
     Priority, Span, Step, Template, Ticket, prepare,
 };
+use troika_scheduler::Rule;
 
 /// Settings of a [`Runner`].
 #[derive(Clone, Copy, Debug)]
@@ -284,6 +286,11 @@ impl Runner {
     /// The executor: its plan, its devices, what failed.
     pub fn executor(&self) -> &Executor {
         &self.executor
+    }
+
+    /// Engines have nothing to do, since no step can hold a tile; `reason` says why.
+    pub(crate) fn set_idle(&mut self, reason: &'static str) {
+        self.executor.set_idle(reason);
     }
 
     /// Counts of all steps so far.
@@ -590,6 +597,15 @@ impl StepRunner for Runner {
         format!("{} {} {REVISION}", self.numeric_class(), self.options.cpu.level.arithmetic())
     }
 
+    fn tile(&self) -> Option<usize> {
+        let plan = self.executor.plan();
+        (!plan.is_primary()).then(|| plan.tile())
+    }
+
+    fn note_narrowed(&mut self, rule: Rule) {
+        self.executor.note_narrowed(rule.name());
+    }
+
     fn packing(&self) -> Packing {
         match self.options.class {
             NumericClass::Official => Packing::Official { rotary: self.config().qk_rope_head_dim },
@@ -611,6 +627,13 @@ impl StepRunner for Runner {
             failed: entry.failed,
             busy_us: entry.busy_ns / 1000,
         }));
+    }
+
+    fn report_hybrid(&self, status: &mut Option<HybridStatus>) {
+        match status {
+            Some(status) => status.refresh(self),
+            None => *status = HybridStatus::of(self),
+        }
     }
 
     fn new_sequence(&mut self) -> SequenceId {
@@ -642,8 +665,9 @@ impl StepRunner for Runner {
             let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
             let elapsed_us = forward.elapsed.as_micros() as u64;
             let longest_node_us = forward.ledger.device_total(DeviceId::PRIMARY).longest_ns / 1000;
+            let ledger = forward.ledger.of_engines();
             self.recycle(forward);
-            StepResult { ticket, logits, elapsed_us, longest_node_us }
+            StepResult { ticket, logits, elapsed_us, longest_node_us, ledger }
         }))
     }
 }

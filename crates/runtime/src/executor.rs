@@ -170,6 +170,16 @@ impl Executor {
         self.feature.close(FeatureState::Unavailable { reason });
     }
 
+    /// Takes note that no step will be as wide as a tile, and why.
+    pub fn set_idle(&mut self, reason: &'static str) {
+        self.feature.idle = Some(reason);
+    }
+
+    /// Takes note that `rule` has narrowed a chunk of a prefill step.
+    pub fn note_narrowed(&mut self, rule: &'static str) {
+        self.feature.narrowed(rule);
+    }
+
     /// Whether engines really take part.
     pub fn feature(&self) -> &Feature {
         &self.feature

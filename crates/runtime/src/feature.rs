@@ -14,6 +14,9 @@ const ENGAGED: f64 = 0.95;
 /// Steps wider than half a tile without any dispatch before somebody is told.
 const PATIENCE: usize = 16;
 
+/// Why nothing was planned.
+const NO_TILE: &str = "no step was as wide as a tile";
+
 /// What engines do for the running model.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FeatureState {
@@ -34,6 +37,23 @@ pub enum FeatureState {
 }
 
 impl FeatureState {
+    /// What engines did of `operations`.
+    pub fn of(operations: &Operations) -> Self {
+        let reason = || operations.main_fallback().map_or(NO_TILE, Fallback::name).to_owned();
+        Self::by(operations.planned, operations.dispatched(), reason)
+    }
+
+    fn by(planned: u64, dispatched: u64, reason: impl FnOnce() -> String) -> Self {
+        let ratio = dispatched as f64 / planned.max(1) as f64;
+        if planned > 0 && ratio >= ENGAGED {
+            Self::Engaged
+        } else if planned > 0 && dispatched > 0 {
+            Self::Degraded { reason: reason(), ratio }
+        } else {
+            Self::Idle { reason: reason() }
+        }
+    }
+
     /// Its name in reports.
     pub fn name(&self) -> &'static str {
         match self {
@@ -78,6 +98,10 @@ pub struct Feature {
     /// Steps wider than half a tile since the last dispatch, and their widths.
     waiting: usize,
     widths: BTreeMap<usize, usize>,
+    /// What narrowed chunks since the last dispatch, and how many.
+    narrowed_by: BTreeMap<&'static str, usize>,
+    /// Why no step can ever hold a tile.
+    pub(crate) idle: Option<&'static str>,
     /// The reason that somebody was told.
     told: Option<String>,
 }
@@ -91,6 +115,8 @@ impl Feature {
             any_latched: false,
             waiting: 0,
             widths: BTreeMap::new(),
+            narrowed_by: BTreeMap::new(),
+            idle: None,
             told: None,
         }
     }
@@ -101,28 +127,25 @@ impl Feature {
             return state.clone();
         }
         if self.window.is_empty() {
-            return FeatureState::Ready;
+            return match self.idle {
+                Some(reason) => FeatureState::Idle { reason: reason.to_owned() },
+                None => FeatureState::Ready,
+            };
         }
         let (planned, dispatched) = self.window.iter().fold((0, 0), |(p, d), c| (p + c.planned, d + c.dispatched));
-        let ratio = dispatched as f64 / planned.max(1) as f64;
-        if planned > 0 && ratio >= ENGAGED {
-            return FeatureState::Engaged;
-        }
-        let reason = self.reason();
-        if planned > 0 && dispatched > 0 {
-            FeatureState::Degraded { reason, ratio }
-        } else {
-            FeatureState::Idle { reason }
-        }
+        FeatureState::by(planned, dispatched, || self.reason())
     }
 
     /// Why the last step that was not dispatched as planned was not.
     fn reason(&self) -> String {
+        if let Some(reason) = self.idle {
+            return reason.to_owned();
+        }
         let last = self.window.iter().rev().find(|chunk| chunk.planned == 0 || chunk.dispatched < chunk.planned);
         match last.and_then(|chunk| chunk.reason) {
             Some(reason) => reason.name().to_owned(),
             None if self.any_latched => Fallback::Latched.name().to_owned(),
-            None => "no step was as wide as a tile".to_owned(),
+            None => NO_TILE.to_owned(),
         }
     }
 
@@ -135,32 +158,49 @@ impl Feature {
         self.any_latched = true;
     }
 
+    /// A rule has narrowed a chunk.
+    pub(crate) fn narrowed(&mut self, rule: &'static str) {
+        *self.narrowed_by.entry(rule).or_default() += 1;
+    }
+
+    /// The rule that narrowed most chunks since the last dispatch, and the setting that would cure it.
+    fn cure(&self) -> (&'static str, &'static str) {
+        if self.any_latched {
+            return ("none", "see the warning of the engine's failure");
+        }
+        match self.narrowed_by.iter().max_by_key(|(_, count)| **count).map(|(rule, _)| *rule) {
+            Some(rule @ "max_itl") => (rule, "a longer gap between tokens (--max-itl), or a smaller tile (--tile)"),
+            Some(rule @ "remaining") => (rule, "a tile that prompts fill (--tile)"),
+            Some(rule) => (rule, "a smaller tile (--tile)"),
+            None => ("none", "a tile at most as wide as the steps (--tile), or wider steps (--chunk)"),
+        }
+    }
+
     /// Takes note of a prefill step.
     pub(crate) fn observe(&mut self, rows: usize, operations: &Operations) {
         if self.closed.is_some() {
             return;
         }
         let (planned, dispatched) = (operations.planned, operations.dispatched());
-        let reason = operations.fallbacks.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| *reason);
+        let reason = operations.main_fallback();
         self.window.push_back(Chunk { planned, dispatched, reason });
         if self.window.len() > WINDOW {
             self.window.pop_front();
         }
         if dispatched > 0 {
-            (self.waiting, self.widths, self.told) = (0, BTreeMap::new(), None);
+            (self.waiting, self.told) = (0, None);
+            self.widths.clear();
+            self.narrowed_by.clear();
         } else if rows > self.tile / 2 {
             self.waiting += 1;
             *self.widths.entry(rows).or_default() += 1;
         }
-        if self.waiting > PATIENCE {
+        // If no step can hold a tile, that was said at the start.
+        if self.waiting > PATIENCE && self.idle.is_none() {
             let reason = self.reason();
             if self.told.as_ref() != Some(&reason) {
-                let cure = match self.any_latched {
-                    true => "see the warning of the engine's failure",
-                    false => "a tile at most as wide as the steps (--tile), or wider steps (--chunk)",
-                };
-                let (tile, widths) = (self.tile, &self.widths);
-                tracing::warn!(tile, ?widths, reason, cure, "engines are ready, but no step has reached them");
+                let ((rule, cure), tile, widths) = (self.cure(), self.tile, &self.widths);
+                tracing::warn!(tile, ?widths, rule, reason, cure, "engines are ready, but no step has reached them");
                 self.told = Some(reason);
             }
         }

@@ -98,6 +98,11 @@ impl Operations {
         self.exact + self.padded
     }
 
+    /// The reason of most fallbacks.
+    pub fn main_fallback(&self) -> Option<Fallback> {
+        self.fallbacks.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| *reason)
+    }
+
     fn add(&mut self, other: &Self) {
         self.planned += other.planned;
         self.exact += other.exact;
@@ -157,6 +162,15 @@ impl Ledger {
         let mut total = Operations::default();
         self.operations.values().for_each(|operations| total.add(operations));
         total
+    }
+
+    /// What there is of the kinds that the plan gives to engines: their operations, and the parts of each device if there
+    /// were any.
+    #[must_use]
+    pub fn of_engines(&self) -> Self {
+        let is_shared = |kind: &Kind| self.operations.get(kind).is_some_and(|operations| operations.planned > 0);
+        let entries = self.entries.iter().filter(|((kind, _), _)| is_shared(kind));
+        Self { entries: entries.map(|(key, entry)| (*key, *entry)).collect(), operations: self.operations.clone() }
     }
 
     /// Adds the counts of `other`.

@@ -72,9 +72,17 @@ impl Geometry {
         Self { tile, step_configured: configured, step, block, granule, reachable, limited_by }
     }
 
-    /// Pieces of a step whose edges are still absolute: the step halved `times` times, at least one token.
+    /// Pieces of a step whose edges are still absolute: the step halved `times` times, at least one token. With a tile they
+    /// are whole tiles or, below that, halves of one: what is narrower than a tile by a little loses it for nothing.
     pub fn narrowed(&self, times: u32) -> usize {
-        (self.step >> times.min(31)).max(1)
+        let piece = (self.step >> times.min(31)).max(1);
+        match self.tile {
+            Some(tile) if piece >= tile => piece / tile * tile,
+            Some(tile) if self.reachable => {
+                (0..usize::BITS).map(|halvings| tile >> halvings).find(|width| *width <= piece).unwrap_or(1)
+            }
+            _ => piece,
+        }
     }
 }
 

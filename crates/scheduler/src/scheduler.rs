@@ -62,6 +62,9 @@ pub struct Limits {
     /// Bytes for the state of all sequences; activations are not part of it.
     pub state_bytes: u64,
     pub state_cost: StateCost,
+    /// Prefill and decode steps are of two numeric classes: what was decoded once is decoded again after a preemption, so that
+    /// it comes out the same.
+    pub replay_decoded: bool,
 }
 
 /// A sequence that comes in.
@@ -123,6 +126,8 @@ struct Entry {
     deadline_us: Option<u64>,
     /// Tokens known.
     tokens: usize,
+    /// Tokens from this one on are computed in the decode lane, one at a time.
+    decoded_from: usize,
     /// Leading tokens whose KV exists.
     computed: usize,
     /// Has state, or is about to get it.
@@ -148,6 +153,7 @@ impl Entry {
         match self.remaining() {
             0 => None,
             1 => Some(Lane::Decode),
+            _ if self.computed >= self.decoded_from => Some(Lane::Decode),
             _ => Some(Lane::Prefill),
         }
     }
@@ -223,6 +229,7 @@ impl Scheduler {
             urgency: new.urgency,
             deadline_us: new.deadline_us,
             tokens: new.tokens,
+            decoded_from: if self.limits.replay_decoded { new.tokens - 1 } else { usize::MAX },
             computed: 0,
             admitted: false,
             attached: false,
@@ -520,6 +527,6 @@ fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: u32) -> ChunkRecord {
     narrow(Rule::MaxItl, step);
     narrow(Rule::Alignment, step - start % step);
     // The last token goes through the decode lane.
-    narrow(Rule::Remaining, entry.remaining() - 1);
+    narrow(Rule::Remaining, (entry.remaining() - 1).min(entry.decoded_from - start));
     chunk
 }

@@ -14,7 +14,10 @@ use axum::{
 };
 use serde::Serialize;
 use serde_json::{Value, json};
-use troika_engine::api::{ChunkRecord, RequestRecord, Usage};
+use troika_engine::{
+    FeatureState, HybridStatus, KindPlan, Ledger,
+    api::{ChunkRecord, RequestRecord, Usage},
+};
 use troika_prompt::Tokenizer;
 
 use crate::{
@@ -123,6 +126,9 @@ pub(crate) async fn request(
         None => Value::Null,
         Some(record) => describe(record, &app.state.tokenizer),
     });
+    let mut ledger = Ledger::default();
+    entry.records.iter().flatten().for_each(|record| ledger.merge(&record.ledger));
+    let hybrid = app.state.generator.status().hybrid;
     let is_over = entry.ending.is_some() && entry.records.iter().all(Option::is_some);
     let body = json!({
         "id": entry.id,
@@ -136,9 +142,39 @@ pub(crate) async fn request(
         "completion_tokens": entry.completion_tokens,
         "first_token_ms": entry.first_token_us.map(millis),
         "total_ms": entry.ending.map(|_| millis(entry.total_us)),
+        "plan": hybrid.as_ref().map(|hybrid| plan(hybrid, &ledger)),
+        "ledger": hybrid.as_ref().map(|hybrid| json!({"kinds": hybrid.counts(&ledger)})),
+        "verdict": hybrid.as_ref().map(|hybrid| verdict(hybrid, &ledger)),
         "choices": choices.collect::<Vec<_>>(),
     });
     Ok(([(header::CACHE_CONTROL, "no-store")], Json(body)).into_response())
+}
+
+/// What neural engines were to do in a request's steps.
+fn plan(hybrid: &HybridStatus, ledger: &Ledger) -> Value {
+    let planned = |kind: &str| {
+        let operations = ledger.operations().iter().filter(|(other, _)| other.name() == kind);
+        operations.map(|(_, operations)| operations.planned).sum::<u64>()
+    };
+    let kinds = hybrid.plan.iter().map(|(kind, plan)| {
+        let KindPlan { layers, fraction_effective } = plan;
+        let plan = json!({"layers": layers, "fraction_effective": fraction_effective, "planned_ops": planned(kind)});
+        ((*kind).to_owned(), plan)
+    });
+    json!({
+        "digest": hybrid.plan_digest,
+        "numeric_class": hybrid.numeric_class,
+        "tile": hybrid.tile,
+        "kinds": kinds.collect::<serde_json::Map<_, _>>(),
+    })
+}
+
+/// Whether engines did what was planned for a request.
+fn verdict(hybrid: &HybridStatus, ledger: &Ledger) -> String {
+    match hybrid.plan.is_empty() {
+        true => hybrid.state.clone(),
+        false => FeatureState::of(&ledger.total_operations()).to_string(),
+    }
 }
 
 fn describe(record: &RequestRecord, tokenizer: &Tokenizer) -> Value {

@@ -22,7 +22,10 @@ use prometheus_client::{
     },
     registry::Registry,
 };
-use troika_engine::api::{CacheStatus, EngineStatus, NodeTotals, StepTotals};
+use troika_engine::{
+    HybridStatus,
+    api::{CacheStatus, EngineStatus, NodeTotals, StepTotals},
+};
 
 use crate::{ServerState, error::ApiError, routes::App};
 
@@ -87,6 +90,9 @@ impl Metrics {
         describe_engine(&mut registry, status);
         describe_cache(&mut registry, &status.cache, status.state_bytes_per_block);
         describe_nodes(&mut registry, &status.nodes);
+        if let Some(hybrid) = &status.hybrid {
+            describe_hybrid(&mut registry, hybrid);
+        }
         let mut text = String::new();
         encode(&mut text, &registry)?;
         Ok(text)
@@ -144,7 +150,8 @@ fn describe_cache(registry: &mut Registry, cache: &CacheStatus, block_bytes: u64
     count_each(registry, "cache_lookups", "Prompts looked up", "result", lookups);
     count(registry, "cache_stored_blocks", "Blocks stored in memory", cache.stored);
     count(registry, "cache_evicted_blocks", "Blocks that had to go", cache.evicted);
-    let skipped = [("no_parent", cache.skipped_no_parent), ("no_room", cache.skipped_no_room)];
+    let skipped =
+        [("no_parent", cache.skipped_no_parent), ("no_room", cache.skipped_no_room), ("mixed", cache.skipped_mixed)];
     count_each(registry, "cache_skipped_blocks", "Blocks and boundaries that were not stored", "reason", skipped);
     count(registry, "cache_disk_read_files", "Files read and found sound", cache.disk_read);
     count(registry, "cache_disk_written_files", "Files written", cache.disk_written);
@@ -174,6 +181,42 @@ fn describe_nodes(registry: &mut Registry, nodes: &[NodeTotals]) {
     registry.register("nodes", "The ledger: nodes of steps by device, kind and state", family);
     let seconds = nodes.iter().map(|node| (labels(node), node.busy_us));
     count_seconds(registry, "node_seconds", "Time on the device", seconds);
+}
+
+/// What neural engines do: the state, and counts by kind of projection.
+fn describe_hybrid(registry: &mut Registry, hybrid: &HybridStatus) {
+    let state = Family::<Labels, Gauge>::default();
+    let labels = [
+        ("state", hybrid.state.clone()),
+        ("digest", hybrid.plan_digest.clone()),
+        ("numeric_class", hybrid.numeric_class.clone()),
+        ("tile", hybrid.tile.to_string()),
+    ];
+    state.get_or_create(&labels.to_vec()).set(1);
+    registry.register("hybrid_state", "What neural engines do in prefill, and by which plan", state);
+    let [operations, fallbacks, bypasses, parts] = std::array::from_fn(|_| Family::<Labels, Counter>::default());
+    for (kind, counts) in &hybrid.kinds {
+        let count = |family: &Family<Labels, Counter>, label: &'static str, of: &str, count: u64| {
+            let labels = vec![("kind", (*kind).to_owned()), (label, of.to_owned())];
+            family.get_or_create(&labels).inc_by(count);
+        };
+        let states = [
+            ("planned", counts.planned),
+            ("exact", counts.exact),
+            ("padded", counts.padded),
+            ("merged", counts.merged),
+            ("cancelled", counts.cancelled),
+        ];
+        states.into_iter().for_each(|(state, n)| count(&operations, "state", state, n));
+        counts.fallbacks.iter().for_each(|(reason, n)| count(&fallbacks, "reason", reason, *n));
+        count(&bypasses, "lane", "decode", counts.bypass_decode);
+        count(&bypasses, "lane", "verify", counts.bypass_verify);
+        counts.dispatched.iter().for_each(|(device, n)| count(&parts, "device", device, *n));
+    }
+    registry.register("hybrid_operations", "Projections on tiles of rows, by what became of them", operations);
+    registry.register("hybrid_fallbacks", "Projections of prefill rows that the primary did alone", fallbacks);
+    registry.register("hybrid_bypasses", "Projections of steps that no plan gives to engines", bypasses);
+    registry.register("hybrid_parts", "Parts of operations handed to each device", parts);
 }
 
 fn gauge(registry: &mut Registry, name: &str, help: &str, value: u64) {

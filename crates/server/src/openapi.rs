@@ -78,6 +78,7 @@ fn schemas() -> Value {
                 "status": {"enum": ["ok", "degraded", "failed", "stopping"]},
                 "reason": maybe, "model": text,
                 "queued": {"type": "integer"}, "running": {"type": "integer"},
+                "hybrid": maybe,
             },
         },
         "Error": {

@@ -46,6 +46,8 @@ pub(crate) async fn status(State(app): State<Arc<App>>, tenant: Tenant) -> Respo
         "version": env!("CARGO_PKG_VERSION"),
         "model": app.state.model_id,
         "devices": app.state.devices,
+        "geometry": engine.geometry,
+        "hybrid": engine.hybrid,
         "max_context_tokens": app.state.max_context_tokens,
         "uptime_s": app.started.elapsed().as_secs(),
         "queued": engine.queued,

@@ -140,6 +140,7 @@ async fn health(State(app): State<Arc<App>>) -> Response {
         "model": app.state.model_id,
         "queued": engine.queued,
         "running": engine.running,
+        "hybrid": engine.hybrid.map(|hybrid| hybrid.state),
     });
     (code, Json(body)).into_response()
 }

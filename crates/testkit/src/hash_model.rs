@@ -10,7 +10,7 @@ use std::time::Duration;
 use troika_base::{SequenceId, StepId};
 use troika_device::state::{LayerShape, LayerState, Pool, PoolShape};
 use troika_device::{SequenceState, StateShape};
-use troika_engine::{Chunk, RunnerError, StepResult, StepRunner, WantLogits};
+use troika_engine::{Chunk, Ledger, RunnerError, StepResult, StepRunner, WantLogits};
 use troika_graph::Scope;
 use troika_runtime::{ExecutorError, Priority, Ticket};
 
@@ -252,7 +252,13 @@ impl StepRunner for HashModel {
             self.sequences[sequence].commit(*rows);
         }
         let (elapsed_us, longest_node_us) = (step.took_us, step.took_us / 10);
-        Ok(Some(StepResult { ticket: step.ticket, logits: step.logits, elapsed_us, longest_node_us }))
+        Ok(Some(StepResult {
+            ticket: step.ticket,
+            logits: step.logits,
+            elapsed_us,
+            longest_node_us,
+            ledger: Ledger::default(),
+        }))
     }
 }
 

@@ -99,6 +99,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     };
     let options = EngineOptions {
         chunk_tokens: 512,
+        honour_chunk: false,
         max_running: 1,
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::net::TcpListener;
 use troika_base::NumericClass;
 use troika_engine::api::Generator;
-use troika_engine::{DiskTier, Engine, EngineOptions};
+use troika_engine::{DiskTier, Engine, EngineOptions, StepRunner};
 use troika_kvstore::Store;
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 
@@ -38,9 +38,9 @@ pub(crate) struct Args {
     /// Most tokens of a prompt and its answer; 0 = the model's limit.
     #[arg(long, default_value_t = 0, value_name = "N")]
     max_context: usize,
-    /// Prompt tokens computed in one step.
-    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
-    chunk: u32,
+    /// Prompt tokens computed in one step; by default 512, or a tile where engines take part and it has more rows.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    chunk: Option<u32>,
     /// Requests computed at once; others wait.
     #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     max_running: u32,
@@ -86,6 +86,9 @@ pub(crate) struct Args {
     #[command(flatten)]
     memory: MemoryArgs,
 }
+
+/// Prompt tokens computed in one step unless somebody says otherwise.
+const CHUNK: u32 = 512;
 
 /// The tier on disk if one is wanted, and why it is not there if it cannot be had.
 fn disk_tier(args: &Args, model: &OpenModel) -> Result<(Option<DiskTier>, Option<String>)> {
@@ -173,7 +176,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let max_context_tokens = if args.max_context == 0 { limit } else { args.max_context.min(limit) };
     let cache_bytes = if args.no_cache { 0 } else { args.cache_ram_limit.0 };
     let options = EngineOptions {
-        chunk_tokens: args.chunk as usize,
+        chunk_tokens: args.chunk.unwrap_or(CHUNK) as usize,
+        honour_chunk: args.chunk.is_some(),
         max_running: args.max_running as usize,
         max_queued: args.max_queued,
         max_context_tokens,
@@ -186,10 +190,11 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
     let runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
-    let device = runner.device_description().to_owned();
+    let (device, numeric_class) = (runner.device_description().to_owned(), runner.numeric_class());
     let (disk, degraded) = disk_tier(args, &model)?;
     let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
     memory::report(&engine)?;
+    args.hybrid.check_reachable(engine.status().hybrid.as_ref())?;
     if access.isolates_keys() {
         tracing::info!(
             "each key has its own prefixes and sees its own requests; --share-between-keys would share them"
@@ -204,7 +209,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         defaults: SamplingDefaults { temperature, top_p },
         max_context_tokens,
         stop_tokens: model.config.eos_token_ids.clone(),
-        numeric_class: class.to_string(),
+        numeric_class,
         devices: vec![device.clone()],
         degraded,
         access,

@@ -49,3 +49,30 @@ fn devices_and_plans_are_shown() {
     }
     troika(&["plan"]).fails(1, &["--npu"]);
 }
+
+/// Arm C of a comparison is called hybrid only by what its server counted, request by request.
+#[test]
+fn a_comparison_with_engines_is_hybrid() {
+    let lengths = ["--prompt-lengths", "257,300", "--fit", "natural", "--tile", "128", "--chunk", "64"];
+    let few = ["--generate", "2", "--rounds", "3", "--max-rounds", "3", "--repeats", "1", "--json", "-"];
+    let engine = ["--npu", "soft:cores=1", "--require-engaged"];
+    let record = troika(&[&["bench"][..], &lengths, &few, &engine].concat()).ok().json();
+    let cells = record["experiments"][0]["cells"].as_array().expect("cells");
+    assert_eq!(cells.len(), 2);
+    for cell in cells {
+        assert_eq!(cell["engagement"]["state"], "hybrid", "{cell}");
+        let evidence = &cell["arms"][2]["evidence"];
+        // Two tiles of each of six layers, three prompts.
+        assert_eq!(
+            (&evidence["planned"]["shared expert"], &evidence["dispatched"]["shared expert"]),
+            (&36.into(), &36.into())
+        );
+    }
+}
+
+/// An engine that a narrow `--chunk` leaves without work does not pass for one that works.
+#[test]
+fn a_server_whose_steps_are_narrower_than_tiles_says_so_at_once() {
+    let args = ["serve", "--port", "0", "--npu", "soft", "--tile", "128", "--chunk", "64", "--require-engaged"];
+    troika(&args).fails(1, &["NOT ENGAGED", "idle(step_limit)"]);
+}

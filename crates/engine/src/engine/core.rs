@@ -14,9 +14,9 @@ use troika_base::{RequestId, SequenceId};
 use troika_device::state::Packing;
 use troika_device::{SequenceState, StateShape};
 use troika_graph::Acceptance;
-use troika_runtime::{ExecutorError, Priority, Ticket};
+use troika_runtime::{ExecutorError, Ledger, Priority, Ticket};
 use troika_scheduler::{
-    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Scheduler, StateCost, StepPlan,
+    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Rule, Scheduler, StateCost, StepPlan,
 };
 
 use super::EngineOptions;
@@ -26,6 +26,7 @@ use super::prefix::{CacheIdentity, Prefixes};
 use crate::api::{
     EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, NodeTotals, StepTotals,
 };
+use crate::hybrid::HybridStatus;
 use crate::runner::{Chunk, RunnerError, WantLogits};
 
 /// Does forward passes. The engine's own is [`crate::Runner`]; tests have one that computes no model.
@@ -42,12 +43,27 @@ pub trait StepRunner {
         Packing::Floats
     }
 
+    /// Rows of a tile of the neural engines that take part in prefill, if any do. Rows of decode steps are of another class then.
+    fn tile(&self) -> Option<usize> {
+        None
+    }
+
+    /// The next prefill step has a chunk that `rule` has narrowed.
+    fn note_narrowed(&mut self, rule: Rule) {
+        let _ = rule;
+    }
+
     /// Bytes that the values of a step of so many rows take at most, logits of `logit_rows` of them included.
     fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64;
 
     /// Counts of all nodes so far, by kind and device, in place of what `totals` held.
     fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
         totals.clear();
+    }
+
+    /// Brings up to date what is known of neural engines, if any were wished for.
+    fn report_hybrid(&self, status: &mut Option<HybridStatus>) {
+        let _ = status;
     }
 
     /// Starts an empty sequence.
@@ -92,6 +108,8 @@ pub struct StepResult {
     pub elapsed_us: u64,
     /// The longest node, microseconds.
     pub longest_node_us: u64,
+    /// What engines did of it; empty without any.
+    pub ledger: Ledger,
 }
 
 /// A request on its way to the core.
@@ -137,7 +155,8 @@ impl<R: StepRunner> Core<R> {
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
         let (arithmetic, packing) = (runner.arithmetic(), runner.packing());
-        let identity = CacheIdentity { arithmetic, packing, ..CacheIdentity::default() };
+        let excludes_decoded = runner.tile().is_some();
+        let identity = CacheIdentity { arithmetic, packing, excludes_decoded, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
@@ -146,6 +165,7 @@ impl<R: StepRunner> Core<R> {
             let mut status = lock(&status);
             status.state_bytes_limit = limits.state_bytes;
             status.state_bytes_per_block = limits.state_cost.bytes_per_block;
+            status.geometry = limits.geometry.to_string();
             status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running);
         }
         Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
@@ -322,7 +342,10 @@ impl<R: StepRunner> Core<R> {
                 status.queued = status.queued.saturating_sub(1);
             }
             live.load = match (&mut self.prefixes, &mut live.thread) {
-                (Some(prefixes), Some(thread)) => prefixes.load(thread, &live.tokens, now_us),
+                (Some(prefixes), Some(thread)) => {
+                    let prefix = prefixes.of_class(&live.tokens, live.prompt_tokens);
+                    prefixes.load(thread, prefix, now_us)
+                }
                 _ => None,
             };
             if live.load.is_none() {
@@ -352,7 +375,10 @@ impl<R: StepRunner> Core<R> {
     fn attach(&mut self, id: RequestId) {
         let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
         let hit = match (&mut self.prefixes, &mut live.thread) {
-            (Some(prefixes), Some(thread)) => prefixes.lookup(thread, &live.tokens, self.runner.state_shape()),
+            (Some(prefixes), Some(thread)) => {
+                let prefix = prefixes.of_class(&live.tokens, live.prompt_tokens);
+                prefixes.lookup(thread, prefix, self.runner.state_shape())
+            }
             _ => None,
         };
         live.num_computed_tokens = hit.as_ref().map_or(0, |hit| hit.len);
@@ -372,6 +398,13 @@ impl<R: StepRunner> Core<R> {
             status.cached_tokens_total += live.cached_tokens as u64;
             status.cached_tokens_from_disk_total += live.cached_tokens_from_disk as u64;
         }
+    }
+
+    /// Says what devices did so far.
+    pub(super) fn publish_nodes(&self) {
+        let mut status = lock(&self.status);
+        self.runner.node_totals(&mut status.nodes);
+        self.runner.report_hybrid(&mut status.hybrid);
     }
 
     fn publish(&self) {
@@ -423,6 +456,7 @@ impl<R: StepRunner> Core<R> {
                 for part in parts.iter().filter(|_| lane == Lane::Prefill) {
                     let mut status = lock(&self.status);
                     for narrowing in &part.chunk.narrowed_by {
+                        self.runner.note_narrowed(narrowing.rule);
                         *status.narrowed_total.entry(narrowing.rule).or_default() += 1;
                     }
                     drop(status);
@@ -479,14 +513,14 @@ impl<R: StepRunner> Core<R> {
         match self.runner.wait(timeout) {
             Ok(None) => {}
             Ok(Some(result)) => {
-                self.runner.node_totals(&mut lock(&self.status).nodes);
+                self.publish_nodes();
                 let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
                 let now_us = now_us(&self.runner);
                 self.take_results(&step, result, now_us);
             }
             Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
                 tracing::error!(%step, reason, "a step failed");
-                self.runner.node_totals(&mut lock(&self.status).nodes);
+                self.publish_nodes();
                 let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
                 self.scheduler.abandon(failed.lane);
                 for (id, _) in failed.parts {
@@ -515,6 +549,7 @@ impl<R: StepRunner> Core<R> {
             let live = self.requests.get_mut(id).expect("requests outlive their steps");
             let before = live.num_computed_tokens;
             live.num_computed_tokens += width;
+            live.notes.ledger.merge(&result.ledger);
             let of_prompt = live.num_computed_tokens.min(live.prompt_tokens).saturating_sub(before);
             lock(&self.status).prompt_tokens_total += of_prompt as u64;
             if live.ended {
@@ -523,10 +558,13 @@ impl<R: StepRunner> Core<R> {
             if of_prompt > 0 {
                 live.report_prefill();
             }
-            if !logits.is_empty() && !live.ended && live.draw(&mut logits, self.max_context_tokens, now_us) {
+            // One that was decoded before a preemption, and is decoded again, has its next token already.
+            let is_newest = live.num_computed_tokens == live.tokens.len();
+            if is_newest && !logits.is_empty() && !live.ended && live.draw(&mut logits, self.max_context_tokens, now_us)
+            {
                 lock(&self.status).completion_tokens_total += 1;
             }
-            if !live.ended && step.lane == Lane::Decode {
+            if is_newest && !live.ended && step.lane == Lane::Decode {
                 self.scheduler.push_token(*id);
             }
         }
@@ -562,9 +600,9 @@ impl<R: StepRunner> Core<R> {
 fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
     let shape = runner.state_shape();
     let request = GeometryRequest {
-        tile: None,
+        tile: runner.tile(),
         step: options.chunk_tokens.max(1),
-        honour_step: false,
+        honour_step: options.honour_chunk,
         block: shape.block_tokens(),
         cache: options.cache_bytes > 0,
         snapshot_spacing: options.snapshot_spacing,
@@ -587,6 +625,7 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
             options.memory_bytes.saturating_sub(steps)
         },
         state_cost: StateCost { fixed_bytes: shape.fixed_bytes(), bytes_per_block: shape.bytes_per_block() },
+        replay_decoded: runner.tile().is_some(),
     }
 }
 

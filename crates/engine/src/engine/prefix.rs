@@ -30,6 +30,8 @@ pub(super) struct Thread {
     answer_boundary: Option<(BlockId, BlockHash)>,
     /// Why nothing more is stored.
     skipped: Option<Skip>,
+    /// Blocks with rows that decode steps wrote, which are of no single class.
+    mixed: usize,
     /// Blocks brought up from disk for it.
     from_disk: usize,
     /// Where the sequence parted from everything that others had left.
@@ -72,6 +74,8 @@ pub(super) struct CacheIdentity {
     pub(super) tokenizer: Vec<u8>,
     pub(super) arithmetic: String,
     pub(super) packing: Packing,
+    /// Decode steps write rows of another class: blocks that hold any are not kept, and nothing after them.
+    pub(super) excludes_decoded: bool,
 }
 
 impl Prefixes {
@@ -124,9 +128,20 @@ impl Prefixes {
             matched: 0,
             answer_boundary: None,
             skipped: None,
+            mixed: 0,
             from_disk: 0,
             diverged: None,
         }
+    }
+
+    /// Those of a sequence's leading tokens whose rows are of the class: all, or the prompt, whose last one is decoded.
+    pub(super) fn of_class<'a>(&self, tokens: &'a [u32], prompt: usize) -> &'a [u32] {
+        if self.identity.excludes_decoded { &tokens[..prompt] } else { tokens }
+    }
+
+    /// Leading rows of a sequence that are of the class.
+    fn rows_of_class(&self, prompt: usize) -> usize {
+        if self.identity.excludes_decoded { prompt - 1 } else { usize::MAX }
     }
 
     /// The longest prefix of `tokens` in memory that leaves a token to compute.
@@ -265,7 +280,7 @@ impl Prefixes {
         known: usize,
         prompt: usize,
     ) -> Vec<usize> {
-        let (block, end) = (self.block_tokens, start + width);
+        let (block, end) = (self.block_tokens, (start + width).min(self.rows_of_class(prompt)));
         if thread.skipped.is_some() {
             return Vec::new();
         }
@@ -283,7 +298,12 @@ impl Prefixes {
 
     /// Stores what has been committed of a sequence: whole blocks, and the boundaries that were wanted.
     pub(super) fn store(&mut self, thread: &mut Thread, tokens: &[u32], prompt: usize, state: &SequenceState) {
-        let whole = state.len() / self.block_tokens;
+        let whole = state.len().min(self.rows_of_class(prompt)) / self.block_tokens;
+        let mixed = state.len() / self.block_tokens - whole;
+        if mixed > thread.mixed {
+            self.status.skipped_mixed += (mixed - thread.mixed) as u64;
+            thread.mixed = mixed;
+        }
         let boundaries = state.take_boundaries();
         if thread.skipped.is_some() || (whole == thread.stored && boundaries.is_empty()) {
             return;
@@ -445,6 +465,8 @@ impl Thread {
         if let Some(skip) = self.skipped {
             record.skipped_blocks = (computed / self.block_tokens).saturating_sub(self.stored);
             record.skipped_because = Some(skip.name());
+        } else if self.mixed > 0 {
+            (record.skipped_blocks, record.skipped_because) = (self.mixed, Some("mixed"));
         }
     }
 

@@ -56,7 +56,7 @@ impl EventSink for Recorder {
     }
 }
 
-fn record(engine: &Engine, request: GenerateRequest) -> RequestRecord {
+pub(crate) fn record(engine: &Engine, request: GenerateRequest) -> RequestRecord {
     let (sender, records) = channel();
     let id = engine.submit(request, Box::new(Recorder(sender))).expect("accepted");
     let record = records.recv_timeout(Duration::from_secs(60)).expect("it ends");

@@ -24,13 +24,13 @@ use crate::support::{chunked, feed, one_shot};
 
 const TILE: usize = 64;
 
-fn soft(instances: usize) -> Arc<dyn NpuBackend> {
+pub(crate) fn soft(instances: usize) -> Arc<dyn NpuBackend> {
     let options = SoftOptions { instances, ..SoftOptions::default() };
     Arc::new(Soft::start(options).expect("the soft engine starts"))
 }
 
 /// Every kind of projection takes part, in every way.
-fn everything() -> BTreeMap<Kind, Placement> {
+pub(crate) fn everything() -> BTreeMap<Kind, Placement> {
     BTreeMap::from([
         (Kind::WqA, Placement::Split(0.4)),
         (Kind::WqB, Placement::Split(0.5)),
@@ -45,11 +45,11 @@ fn everything() -> BTreeMap<Kind, Placement> {
     ])
 }
 
-fn wish(placements: BTreeMap<Kind, Placement>, tail_threshold: usize) -> HybridOptions {
+pub(crate) fn wish(placements: BTreeMap<Kind, Placement>, tail_threshold: usize) -> HybridOptions {
     HybridOptions { tile: TILE, tail_threshold, placements, memory_bytes: u64::MAX }
 }
 
-fn nano(engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
+pub(crate) fn nano(engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
     nano_with(NumericClass::Fast, false, engines)
 }
 

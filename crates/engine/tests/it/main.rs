@@ -6,6 +6,7 @@ mod disk;
 mod errors;
 mod golden;
 mod hybrid;
+mod hybrid_serving;
 mod nano;
 mod revision;
 mod sampling;

@@ -11,6 +11,7 @@ use crate::support::{open, options};
 
 pub(crate) const LIMITS: EngineOptions = EngineOptions {
     chunk_tokens: 48,
+    honour_chunk: false,
     max_running: 4,
     max_queued: 8,
     max_context_tokens: 512,

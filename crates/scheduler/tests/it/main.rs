@@ -26,6 +26,7 @@ fn limits() -> Limits {
         max_itl_us: 200_000,
         state_bytes: u64::MAX,
         state_cost: StateCost { fixed_bytes: 1000, bytes_per_block: 100 },
+        replay_decoded: false,
     }
 }
 
@@ -270,6 +271,59 @@ fn urgent_ones_first_and_late_ones_no_longer() {
     assert_eq!(scheduler.expired(7), [RequestId(2), RequestId(3)]);
     assert!(scheduler.end(RequestId(3)));
     assert_eq!(scheduler.expired(7), [RequestId(2)]);
+}
+
+/// Never to a width between half a tile and a tile, nor to one and a half.
+#[test]
+fn steps_are_narrowed_by_whole_tiles_then_by_halves() {
+    let narrowed = |tile, step| {
+        let request = GeometryRequest { tile, step, honour_step: true, block: 128, cache: false, snapshot_spacing: 1 };
+        let geometry = Geometry::resolve(&request, |_| true);
+        [0, 1, 2, 3, 4, 40].map(|times| geometry.narrowed(times))
+    };
+    assert_eq!(narrowed(Some(256), 1280), [1280, 512, 256, 128, 64, 1]);
+    assert_eq!(narrowed(Some(512), 1536), [1536, 512, 256, 128, 64, 1]);
+    assert_eq!(narrowed(Some(512), 300), [300, 150, 75, 37, 18, 1], "out of reach");
+    assert_eq!(narrowed(None, 1536), [1536, 768, 384, 192, 96, 1]);
+}
+
+#[test]
+fn what_was_decoded_before_a_preemption_is_decoded_again() {
+    // Both prompts fit, and the second block of one of them.
+    let mut scheduler = Scheduler::new(Limits { replay_decoded: true, state_bytes: 2300, ..limits() });
+    let [older, younger] = [RequestId(1), RequestId(2)];
+    let step = |scheduler: &mut Scheduler, lane| {
+        let plan = scheduler.plan(lane, 0);
+        scheduler.check_invariants();
+        let chunks: Vec<_> = plan.parts.iter().map(|p| (p.request, p.chunk.start, p.chunk.width)).collect();
+        if !chunks.is_empty() {
+            scheduler.complete(lane, 0, 1, 1);
+        }
+        (chunks, plan.preempted)
+    };
+    for id in [older, younger] {
+        scheduler.submit(id, new(101)).expect("taken");
+    }
+    scheduler.admit().into_iter().for_each(|id| scheduler.attached(id, 0));
+    assert_eq!(step(&mut scheduler, Lane::Prefill).0, [(older, 0, 100), (younger, 0, 100)]);
+    let mut decoded = 100;
+    loop {
+        let (chunks, preempted) = step(&mut scheduler, Lane::Decode);
+        chunks.iter().for_each(|(id, ..)| scheduler.push_token(*id));
+        if preempted == [younger] {
+            break;
+        }
+        assert_eq!(chunks, [(older, decoded, 1), (younger, decoded, 1)]);
+        decoded += 1;
+    }
+    assert!(decoded > 110 && scheduler.end(older));
+    assert_eq!(scheduler.admit(), [younger]);
+    scheduler.attached(younger, 0);
+    assert_eq!(step(&mut scheduler, Lane::Prefill).0, [(younger, 0, 100)]);
+    assert_eq!(step(&mut scheduler, Lane::Prefill).0, []);
+    // And the newest, which is computed for the first time.
+    (100..=decoded).for_each(|at| assert_eq!(step(&mut scheduler, Lane::Decode).0, [(younger, at, 1)]));
+    assert_eq!(step(&mut scheduler, Lane::Decode).0, []);
 }
 
 #[test]

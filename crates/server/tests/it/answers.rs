@@ -19,7 +19,7 @@ async fn models_are_listed() {
 #[tokio::test]
 async fn health_tells_the_truth() {
     let world = World::saying("").await;
-    let ok = json!({"status": "ok", "reason": null, "model": "troika/nano", "queued": 0, "running": 0});
+    let ok = json!({"status": "ok", "reason": null, "model": "troika/nano", "queued": 0, "running": 0, "hybrid": null});
     assert_eq!(world.get("/health").await.ok(), ok);
     world.engine.stop("out of luck");
     let failed = world.get("/health").await;

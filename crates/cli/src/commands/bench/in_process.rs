@@ -9,10 +9,10 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 use troika_base::NumericClass;
 use troika_bench::record::{StepSpan, StepTimeline};
-use troika_engine::{Chunk, Forward, Runner, WantLogits};
+use troika_engine::{Chunk, Forward, HybridStatus, Runner, WantLogits};
 use troika_graph::{Acceptance, Kind, Scope};
 
-use crate::hybrid::{HybridArgs, HybridReport};
+use crate::hybrid::{self, HybridArgs};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
 
@@ -64,7 +64,7 @@ struct Report {
     #[serde(skip_serializing_if = "Option::is_none")]
     step: Option<StepTimeline>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    hybrid: Option<HybridReport>,
+    hybrid: Option<HybridStatus>,
 }
 
 /// What the time between nodes is called: submission, reports, choosing the token.
@@ -192,7 +192,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         results: results.map(|(length, samples)| row(class.name(), *length, args.generate, samples)).collect(),
         profile: args.profile.then(|| profile.rows()),
         step,
-        hybrid: HybridReport::of(&runner),
+        hybrid: HybridStatus::of(&runner),
     };
     match &args.json {
         Some(target) => report::write_json(target, &report)?,
@@ -330,7 +330,7 @@ fn table(report: &Report) -> String {
         text += &format!("{:<24}{:>26}{:>26}\n", "all", cell(prefill, prefill), cell(decode, decode));
     }
     if let Some(hybrid) = &report.hybrid {
-        text += &hybrid.table();
+        text += &hybrid::table(hybrid);
     }
     text
 }

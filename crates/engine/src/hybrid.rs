@@ -1,0 +1,153 @@
+//! What neural engines are to do and did, by kind of projection: for status, records and reports. Counts come from the
+//! ledger alone.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use troika_runtime::plan::Shares;
+use troika_runtime::{DeviceId, FeatureState, Ledger};
+
+use crate::engine::core::StepRunner;
+use crate::runner::Runner;
+
+/// Whether engines really take part, and in what.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HybridStatus {
+    /// The feature's state with its reason, such as `engaged` or `idle(step_limit)`.
+    pub state: String,
+    /// Of prefill rows.
+    pub numeric_class: String,
+    /// Names tile, tail threshold and partition; empty if no engine takes part.
+    pub plan_digest: String,
+    /// Rows of a tile.
+    pub tile: usize,
+    /// The devices, the primary first.
+    pub devices: Vec<String>,
+    /// What engines are to do of each kind of projection.
+    pub plan: BTreeMap<&'static str, KindPlan>,
+    /// What was done since the start.
+    pub kinds: BTreeMap<&'static str, KindCounts>,
+}
+
+/// What engines are to do of a kind of projection.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct KindPlan {
+    /// Projections of the kind.
+    pub layers: u64,
+    /// Share of their output channels that engines compute.
+    pub fraction_effective: f64,
+}
+
+/// What was done of a kind of projection. An operation is one projection on one tile.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct KindCounts {
+    /// Operations that plan and widths ask for.
+    pub planned: u64,
+    /// Handed over with a full tile.
+    pub exact: u64,
+    /// Handed over with a tile that zeros fill up.
+    pub padded: u64,
+    /// Complete, parts that the primary device had to repeat included.
+    pub merged: u64,
+    /// Given up with their step.
+    pub cancelled: u64,
+    /// Projections of prefill rows that the primary device computed alone, by reason.
+    pub fallbacks: BTreeMap<&'static str, u64>,
+    /// Projections of decode steps.
+    pub bypass_decode: u64,
+    /// Projections of steps that verify drafts.
+    pub bypass_verify: u64,
+    /// Parts that failed on an engine.
+    pub runtime_failures: u64,
+    /// Rows of the operations.
+    pub logical_rows: u64,
+    /// Rows of zeros beside them.
+    pub padded_rows: u64,
+    /// From the first hand-over of a projection to its last part, summed.
+    pub region_ms: f64,
+    /// Time on each device.
+    pub device_ms: BTreeMap<String, f64>,
+    /// Parts handed to each device.
+    pub dispatched: BTreeMap<String, u64>,
+    /// How often each device was the last to be done.
+    pub last: BTreeMap<String, u64>,
+}
+
+impl HybridStatus {
+    /// Of a runner; `None` if no engine was wished for.
+    pub fn of(runner: &Runner) -> Option<Self> {
+        if runner.feature() == FeatureState::Off {
+            return None;
+        }
+        let executor = runner.executor();
+        let devices = executor.devices().iter().map(|device| device.capabilities().name.clone()).collect();
+        let mut channels: BTreeMap<&'static str, (u64, usize, usize)> = BTreeMap::new();
+        for projection in executor.plan().projections().values() {
+            let (layers, engines, all) = channels.entry(projection.kind.name()).or_default();
+            let width = |procedure: &troika_device::npu::Procedure| -> usize {
+                procedure.outputs(&(0..1)).iter().map(|columns| columns.groups * columns.channels.len()).sum()
+            };
+            *layers += 1;
+            match &projection.shares {
+                Shares::Channels(shares) => {
+                    for (device, procedure) in shares {
+                        *engines += if *device == DeviceId::PRIMARY { 0 } else { width(procedure) };
+                        *all += width(procedure);
+                    }
+                }
+                Shares::Turns { procedure, .. } => {
+                    *engines += width(procedure);
+                    *all += width(procedure);
+                }
+            }
+        }
+        let plan = channels.into_iter().map(|(kind, (layers, engines, all))| {
+            (kind, KindPlan { layers, fraction_effective: engines as f64 / all.max(1) as f64 })
+        });
+        let mut status = Self {
+            state: String::new(),
+            numeric_class: runner.numeric_class(),
+            plan_digest: executor.plan().digest().to_owned(),
+            tile: executor.plan().tile(),
+            devices,
+            plan: plan.collect(),
+            kinds: BTreeMap::new(),
+        };
+        status.refresh(runner);
+        Some(status)
+    }
+
+    /// Takes in what has happened since.
+    pub(crate) fn refresh(&mut self, runner: &Runner) {
+        self.state = runner.feature().to_string();
+        self.kinds = self.counts(runner.totals());
+    }
+
+    /// The counts of a ledger, with the names of the devices.
+    pub fn counts(&self, ledger: &Ledger) -> BTreeMap<&'static str, KindCounts> {
+        let name = |device: &DeviceId| self.devices[usize::from(device.0)].clone();
+        let of_kind = |(kind, ops): (&_, &troika_runtime::Operations)| {
+            let is_meant = |device: DeviceId| device != DeviceId::PRIMARY || ops.planned > 0;
+            let entries: Vec<_> =
+                ledger.entries().filter(|(other, device, _)| other == kind && is_meant(*device)).collect();
+            KindCounts {
+                planned: ops.planned,
+                exact: ops.exact,
+                padded: ops.padded,
+                merged: ops.merged,
+                cancelled: ops.cancelled,
+                fallbacks: ops.fallbacks.iter().map(|(reason, count)| (reason.name(), *count)).collect(),
+                bypass_decode: ops.bypass_decode,
+                bypass_verify: ops.bypass_verify,
+                runtime_failures: ops.runtime_failures,
+                logical_rows: ops.logical_rows,
+                padded_rows: ops.padded_rows,
+                region_ms: ops.region_ns as f64 / 1e6,
+                device_ms: entries.iter().map(|(_, device, e)| (name(device), e.busy_ns as f64 / 1e6)).collect(),
+                dispatched: entries.iter().map(|(_, device, e)| (name(device), e.submitted)).collect(),
+                last: ops.last.iter().map(|(device, count)| (name(device), *count)).collect(),
+            }
+        };
+        ledger.operations().iter().map(|entry| (entry.0.name(), of_kind(entry))).collect()
+    }
+}

@@ -1,0 +1,159 @@
+//! Neural engines behind the engine loop: rows of prefill and of decode steps are of two classes, which the cache must not
+//! mix, and chunks must really be as wide as tiles. Numbers in the names of tests are those of the hybrid spec's section 13.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use troika_device::npu::NpuBackend;
+use troika_engine::api::Generator;
+use troika_engine::{DiskTier, Engine, EngineOptions, HybridOptions, Runner, StepRunner};
+use troika_kvstore::Store;
+use troika_testkit::npu::{FaultyNpu, NpuFaults};
+use troika_testkit::scratch_dir;
+
+use crate::cache::{CACHED, answer, record, request, tokens};
+use crate::hybrid::{everything, nano, soft, wish};
+
+/// A block of nano, and a tile.
+const BLOCK: usize = 128;
+
+const LIMITS: EngineOptions = EngineOptions { max_context_tokens: 2048, ..CACHED };
+
+fn hybrid_on(backend: Arc<dyn NpuBackend>, tile: usize) -> Runner {
+    nano(Some((backend, HybridOptions { tile, ..wish(everything(), 0) })))
+}
+
+fn start(runner: Runner, limits: EngineOptions, dir: Option<&Path>) -> Engine {
+    let tier = dir.map(|dir| {
+        let (store, items) = Store::open(dir, 1 << 30).expect("opens");
+        DiskTier { store, items, weights: b"nano".to_vec(), tokenizer: b"t".to_vec() }
+    });
+    Engine::start_with_disk(runner, limits, tier).expect("starts")
+}
+
+fn hybrid(limits: EngineOptions) -> Engine {
+    start(hybrid_on(soft(1), BLOCK), limits, None)
+}
+
+/// The prompt's last token and the answer are decoded, so the block that holds them is of neither class: were it kept, the
+/// second turn would say something else than a cold run.
+#[test]
+fn acceptance_13_what_was_decoded_is_kept_for_nobody() {
+    let (engine, cold) = (hybrid(LIMITS), hybrid(EngineOptions { cache_bytes: 0, ..LIMITS }));
+    let mut conversation = tokens(1, 2 * BLOCK + 44);
+    let first = record(&engine, request(conversation.clone(), 200));
+    assert_eq!((first.stored_blocks, first.skipped_blocks, first.skipped_because), (2, 1, Some("mixed")));
+    assert_eq!(engine.status().cache.skipped_mixed, 1);
+    let (said, usage) = answer(&engine, request(conversation.clone(), 200));
+    assert_eq!((usage.cached_tokens, &said), (2 * BLOCK, &answer(&cold, request(conversation.clone(), 200)).0));
+    conversation.extend(said.iter().map(|(token, _)| *token));
+    conversation.extend(tokens(2, 40));
+    let (said, usage) = answer(&engine, request(conversation.clone(), 30));
+    assert_eq!((usage.cached_tokens, said), (2 * BLOCK, answer(&cold, request(conversation.clone(), 30)).0));
+    // Now it is all of one class.
+    let (said, usage) = answer(&engine, request(conversation.clone(), 30));
+    assert_eq!((usage.cached_tokens, said), (4 * BLOCK, answer(&cold, request(conversation, 30)).0));
+}
+
+/// On disk too, after restarts with and without engines, and with one whose numbers are wrong.
+#[test]
+fn acceptance_13_classes_share_nothing_on_disk() {
+    let dir = scratch_dir();
+    let ask = |runner: Runner| {
+        let (said, usage) = answer(&start(runner, LIMITS, Some(dir.path())), request(tokens(3, 3 * BLOCK), 8));
+        (said, usage.cached_tokens)
+    };
+    let (with, cached) = ask(hybrid_on(soft(1), BLOCK));
+    assert_eq!(cached, 0);
+    let (without, cached) = ask(nano(None));
+    assert_eq!(cached, 0, "the primary device's class sees nothing of the engines'");
+    assert_ne!(with, without, "or this test shows nothing");
+    let corrupt = Arc::new(FaultyNpu::new(soft(1), NpuFaults { noise: 1e-3, ..NpuFaults::default() }));
+    let found = ask(hybrid_on(corrupt, BLOCK));
+    assert_eq!(found, (without.clone(), 2 * BLOCK), "in quarantine the class is closed, and the primary's goes on");
+    assert_eq!(ask(hybrid_on(soft(1), 2 * BLOCK)).1, 0, "another plan");
+    assert_eq!(ask(hybrid_on(soft(1), BLOCK)), (with, 2 * BLOCK));
+    assert_eq!(ask(nano(None)), (without, 2 * BLOCK));
+}
+
+#[test]
+fn acceptance_14_cold_and_restored_are_equal_at_every_boundary() {
+    let prompt = tokens(4, 4 * BLOCK + 5);
+    let cold = answer(&hybrid(EngineOptions { cache_bytes: 0, ..LIMITS }), request(prompt.clone(), 8)).0;
+    for blocks in 1..=4 {
+        let engine = hybrid(LIMITS);
+        answer(&engine, request(prompt[..=blocks * BLOCK].to_vec(), 2));
+        let (restored, usage) = answer(&engine, request(prompt.clone(), 8));
+        assert_eq!((usage.cached_tokens, restored), (blocks * BLOCK, cold.clone()));
+    }
+}
+
+/// What was decoded before a preemption is decoded again, not prefilled.
+#[test]
+fn preempted_ones_say_the_same() {
+    let roomy = EngineOptions { memory_bytes: 1 << 32, ..LIMITS };
+    let ask = |seed| request(tokens(seed, 100), 45);
+    let alone = hybrid(EngineOptions { max_running: 1, cache_bytes: 0, ..roomy });
+    let want: Vec<_> = (0..2).map(|seed| answer(&alone, ask(seed)).0).collect();
+    let runner = hybrid_on(soft(1), BLOCK);
+    let shape = runner.state_shape();
+    let state_bytes = 2 * shape.fixed_bytes() + 3 * shape.bytes_per_block();
+    let values_bytes = roomy.memory_bytes - hybrid(roomy).status().state_bytes_limit;
+    let running = start(runner, EngineOptions { memory_bytes: values_bytes + state_bytes, ..roomy }, None);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| answer(&running, ask(1)).0);
+        assert_eq!(answer(&running, ask(0)).0, want[0]);
+        assert_eq!(other.join().expect("answers"), want[1]);
+    });
+    assert!(running.status().preemptions_total > 0, "{:?}", running.status());
+}
+
+/// Chunks reach the tile through the scheduler, with and without a cache.
+#[test]
+fn acceptance_01_steps_are_as_wide_as_tiles() {
+    for tile in [BLOCK / 2, BLOCK, 2 * BLOCK] {
+        for chunk_tokens in [tile / 2, tile - 1, tile, 2 * tile] {
+            for cache_bytes in [0, 1 << 30] {
+                let limits = EngineOptions { chunk_tokens, cache_bytes, ..LIMITS };
+                let engine = start(hybrid_on(soft(1), tile), limits, None);
+                // The last token is decoded: one tile and nothing, two and a half.
+                for (seed, rows) in [(1, tile), (2, 2 * tile + tile / 2)] {
+                    let what = format!("tile {tile}, chunks of {chunk_tokens}, cache {cache_bytes}, {rows} rows");
+                    let record = record(&engine, request(tokens(seed, rows + 1), 2));
+                    let tiles: usize = record.chunks.iter().map(|chunk| chunk.width / tile).sum();
+                    assert_eq!(tiles, rows / tile, "{what}: {:?}", record.chunks);
+                    let operations = record.ledger.total_operations();
+                    assert_eq!(operations.planned, operations.dispatched(), "{what}");
+                    assert!(operations.planned >= 40 * tiles as u64, "{what}: {operations:?}");
+                }
+                let status = engine.status().hybrid.expect("engines were asked for");
+                assert_eq!((status.state.as_str(), status.tile), ("engaged", tile));
+            }
+        }
+    }
+}
+
+#[test]
+fn acceptance_02_a_narrow_step_that_the_user_wants_leaves_engines_idle() {
+    let limits = EngineOptions { chunk_tokens: BLOCK / 2, honour_chunk: true, ..LIMITS };
+    let engine = hybrid(limits);
+    let state = || engine.status().hybrid.expect("engines were asked for").state;
+    assert_eq!(state(), "idle(step_limit)", "from the start");
+    let record = record(&engine, request(tokens(1, 3 * BLOCK), 2));
+    assert!(record.chunks.iter().all(|chunk| chunk.width <= BLOCK / 2), "{:?}", record.chunks);
+    assert_eq!(record.ledger.total_operations().planned, 0);
+    assert_eq!(state(), "idle(step_limit)");
+}
+
+/// Wide steps do not make the cache coarser: prompts of a third of a tile that share their first part are found.
+#[test]
+fn acceptance_15_short_prompts_hit_as_often_as_without_engines() {
+    let shared = tokens(5, 2 * BLOCK + 9);
+    let cached = |engine: Engine| {
+        (0..4).for_each(|seed| drop(answer(&engine, request([&shared[..], &tokens(20 + seed, 70)].concat(), 2))));
+        engine.status().cached_tokens_total
+    };
+    let with = cached(start(hybrid_on(soft(1), 8 * BLOCK), LIMITS, None));
+    assert_eq!(with, cached(start(nano(None), LIMITS, None)));
+    assert_eq!(with, 3 * 2 * BLOCK as u64, "of all but the first");
+}
