@@ -31,6 +31,8 @@ const MAX_LOGIT_BIAS: f32 = 1000.0;
 pub struct EngineOptions {
     /// Prompt tokens in one prefill step. Chunks end at multiples of it, counted from position 0.
     pub chunk_tokens: usize,
+    /// Prefill steps in flight at once, of one prompt or of several; 0 counts as 1.
+    pub wavefront: usize,
     /// Requests computed at once; the others wait.
     pub max_running: usize,
     /// Requests that may wait.

@@ -137,6 +137,7 @@ pub fn live(seed: u64, bug: Option<Bug>) -> Result<Report, String> {
     let has_disk = !dice.one_in(3);
     let options = EngineOptions {
         chunk_tokens: [16, 64, 100, 128, 256, 512][dice.roll(6) as usize],
+        wavefront: 1 + (seed % 3) as usize,
         max_running: 1 + dice.roll(6) as usize,
         max_queued: 16,
         max_context_tokens: 900,

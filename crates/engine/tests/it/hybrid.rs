@@ -22,15 +22,15 @@ use troika_testkit::repo_root;
 
 use crate::support::{chunked, feed, one_shot};
 
-const TILE: usize = 64;
+pub(crate) const TILE: usize = 64;
 
-fn soft(instances: usize) -> Arc<dyn NpuBackend> {
+pub(crate) fn soft(instances: usize) -> Arc<dyn NpuBackend> {
     let options = SoftOptions { instances, ..SoftOptions::default() };
     Arc::new(Soft::start(options).expect("the soft engine starts"))
 }
 
 /// Every kind of projection takes part, in every way.
-fn everything() -> BTreeMap<Kind, Placement> {
+pub(crate) fn everything() -> BTreeMap<Kind, Placement> {
     BTreeMap::from([
         (Kind::WqA, Placement::Split(0.4)),
         (Kind::WqB, Placement::Split(0.5)),
@@ -45,11 +45,11 @@ fn everything() -> BTreeMap<Kind, Placement> {
     ])
 }
 
-fn wish(placements: BTreeMap<Kind, Placement>, tail_threshold: usize) -> HybridOptions {
+pub(crate) fn wish(placements: BTreeMap<Kind, Placement>, tail_threshold: usize) -> HybridOptions {
     HybridOptions { tile: TILE, tail_threshold, placements, memory_bytes: u64::MAX }
 }
 
-fn nano(engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
+pub(crate) fn nano(engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
     nano_with(NumericClass::Fast, false, engines)
 }
 
@@ -68,7 +68,7 @@ fn hybrid(tail_threshold: usize) -> Runner {
     nano(Some((soft(1), wish(everything(), tail_threshold))))
 }
 
-fn tokens(n: usize) -> Vec<u32> {
+pub(crate) fn tokens(n: usize) -> Vec<u32> {
     (0..n).map(|i| (i * 7919 % 1021 + 16) as u32).collect()
 }
 
@@ -92,7 +92,7 @@ fn ledger_of(runner: &mut Runner, rows: usize) -> Ledger {
     ledger
 }
 
-fn assert_books_balance(operations: &Operations) {
+pub(crate) fn assert_books_balance(operations: &Operations) {
     assert_eq!(operations.dispatched(), operations.merged + operations.cancelled, "{operations:?}");
 }
 

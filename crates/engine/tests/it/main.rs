@@ -11,3 +11,4 @@ mod sampling;
 mod serving;
 mod sim;
 mod support;
+mod wavefront;
