@@ -34,6 +34,22 @@ pub(crate) struct HybridArgs {
     require_engaged: bool,
 }
 
+/// How many chunks of prompts are computed side by side.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct WavefrontArgs {
+    /// Prompt chunks in flight at once, of one prompt or of several: while engines compute projections of one, the CPU goes on
+    /// with another. Results are the same; each chunk takes memory for its values.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=3))]
+    wavefront: u8,
+}
+
+impl WavefrontArgs {
+    /// Steps of prompts that may be in flight.
+    pub(crate) fn steps(self) -> usize {
+        self.wavefront.into()
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Hybrid {
     Auto,

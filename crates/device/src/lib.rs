@@ -149,7 +149,7 @@ pub trait Device: Send + Sync {
     fn load(&self, source: &dyn WeightSource) -> Result<(), DeviceError>;
 
     /// Queues work and returns at once. Between two nodes the device turns to the most urgent work that it has; work of
-    /// the same priority runs in the order of submission.
+    /// the same priority and step runs in the order of submission, and of the primary's steps the older first.
     ///
     /// # Errors
     ///

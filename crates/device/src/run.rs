@@ -37,8 +37,8 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// Most buffers kept of each type; a step of any model here has fewer slots.
-    const MAX_KEPT: usize = 64;
+    /// Most buffers kept of each type; four steps of any model here have fewer slots.
+    const MAX_KEPT: usize = 256;
 
     /// At least `elements` long, with whatever the last step left in it.
     fn take<T: Clone + Default>(kept: &Mutex<Vec<Vec<T>>>, elements: usize) -> Vec<T> {

@@ -33,6 +33,8 @@ pub struct EngineOptions {
     pub chunk_tokens: usize,
     /// Steps are not widened above that, even if neural engines have nothing to do then.
     pub honour_chunk: bool,
+    /// Prefill steps in flight at once, of one prompt or of several; 0 counts as 1.
+    pub wavefront: usize,
     /// Requests computed at once; the others wait.
     pub max_running: usize,
     /// Requests that may wait.

@@ -21,4 +21,4 @@ pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOpti
 pub use sampler::{SampleError, sample};
 // What callers say about neural engines, and hear of them.
 pub use troika_runtime::prepare::{Record, Stage};
-pub use troika_runtime::{DeviceId, FeatureState, HybridOptions, Ledger, Operations, Placement};
+pub use troika_runtime::{DeviceId, FeatureState, HybridOptions, Ledger, Operations, Placement, Priority};

@@ -213,7 +213,7 @@ impl Executor {
         &self.totals
     }
 
-    /// Waits for the next step to finish.
+    /// Waits for the next step to finish. Those that share a sequence finish in the order of submission.
     ///
     /// # Errors
     ///
@@ -238,6 +238,9 @@ impl Executor {
         }
         if self.steps.is_empty() {
             return Err(ExecutorError::Idle);
+        }
+        if let Some(finished) = self.take_finished() {
+            return Ok(Some(finished));
         }
         let is_over = |now: Instant| until.is_some_and(|until| now >= until);
         loop {
@@ -426,24 +429,28 @@ impl Executor {
             self.queue_ready()?;
             return Err(ExecutorError::Node { step: id, reason });
         }
-        self.go_on(id)
+        self.go_on()
     }
 
-    /// After something of a step was done: what may go now, and the step if nothing is left of it.
-    fn go_on(&mut self, id: StepId) -> Result<Option<FinishedStep>, ExecutorError> {
-        if self.steps[&id].left > 0 {
-            self.queue_ready()?;
-            return Ok(None);
-        }
-        let step = self.steps.remove(&id).expect("present above");
+    /// After something was done: what may go now, and a step of which nothing is left.
+    fn go_on(&mut self) -> Result<Option<FinishedStep>, ExecutorError> {
         self.queue_ready()?;
+        Ok(self.take_finished())
+    }
+
+    /// The oldest step that is done, once all earlier ones of its sequences are: their rows are committed in order.
+    fn take_finished(&mut self) -> Option<FinishedStep> {
+        let is_through =
+            |step: &InFlight| step.left == 0 && !step.earlier.iter().any(|earlier| self.steps.contains_key(earlier));
+        let id = self.steps.iter().find(|(_, step)| is_through(step)).map(|(id, _)| *id)?;
+        let step = self.steps.remove(&id).expect("found above");
         let (rows, lane) = (step.run.rows().num_rows(), step.template.lane);
         let finished = step.finish(id);
         if lane == Lane::Prefill {
             self.feature.observe(rows, &finished.ledger.total_operations());
         }
         self.totals.merge(&finished.ledger);
-        Ok(Some(finished))
+        Some(finished)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The scheduler: queues, admission, and what goes into the next step.
 
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use troika_base::RequestId;
 
@@ -53,6 +53,8 @@ pub struct Limits {
     pub geometry: Geometry,
     /// Prompt tokens of one prefill step, all sequences together; at least the geometry's step.
     pub budget_tokens: usize,
+    /// Prefill steps in flight at once, at least one.
+    pub wavefront: usize,
     /// Sequences with state at once.
     pub max_running: usize,
     /// Sequences that may wait.
@@ -110,6 +112,8 @@ pub struct Part {
 /// One step to be done.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
+    /// What the step is called until it is done.
+    pub number: u64,
     /// Nothing to do if empty.
     pub parts: Vec<Part>,
     /// Sequences that must give their state back first; they are recomputed later.
@@ -136,9 +140,10 @@ struct Entry {
     attached: bool,
     /// Was admitted before.
     started: bool,
-    in_flight: Option<(Lane, usize)>,
+    /// Its steps in flight, oldest first, and its tokens in each.
+    in_flight: VecDeque<(u64, usize)>,
     paused: bool,
-    /// Ended while a step of it was in flight.
+    /// Ended, or lost its state, while a step of it was in flight.
     ended: bool,
     passed_over: u32,
 }
@@ -148,18 +153,30 @@ impl Entry {
         self.tokens - self.computed
     }
 
-    /// `None` if every known token is computed.
-    fn lane(&self) -> Option<Lane> {
-        match self.remaining() {
-            0 => None,
-            1 => Some(Lane::Decode),
-            _ if self.computed >= self.decoded_from => Some(Lane::Decode),
-            _ => Some(Lane::Prefill),
-        }
+    /// Leading tokens that are computed or being computed.
+    fn scheduled(&self) -> usize {
+        self.computed + self.in_flight.iter().map(|(_, width)| width).sum::<usize>()
+    }
+
+    fn unscheduled(&self) -> usize {
+        self.tokens - self.scheduled()
+    }
+
+    /// True if the next token is computed in the decode lane.
+    fn decodes(&self) -> bool {
+        self.remaining() == 1 || (self.remaining() > 1 && self.computed >= self.decoded_from)
+    }
+
+    fn is_active(&self) -> bool {
+        self.attached && !self.ended && !self.paused
     }
 
     fn can_run(&self, lane: Lane) -> bool {
-        self.attached && !self.ended && !self.paused && self.in_flight.is_none() && self.lane() == Some(lane)
+        self.is_active()
+            && match lane {
+                Lane::Decode => self.decodes() && self.in_flight.is_empty(),
+                Lane::Prefill => self.unscheduled() > 1 && self.scheduled() < self.decoded_from,
+            }
     }
 }
 
@@ -169,7 +186,9 @@ pub struct Scheduler {
     limits: Limits,
     sequences: BTreeMap<RequestId, Entry>,
     arrivals: u64,
-    in_flight: BTreeMap<Lane, Vec<RequestId>>,
+    /// Steps by number: their lanes and whose tokens they compute.
+    in_flight: BTreeMap<u64, (Lane, Vec<RequestId>)>,
+    next_step: u64,
     pace: Pace,
     preemptions: u64,
 }
@@ -180,9 +199,11 @@ impl Scheduler {
     /// If the limits allow nothing at all.
     pub fn new(limits: Limits) -> Self {
         assert!(limits.max_running > 0, "somebody must be allowed to run");
+        assert!(limits.wavefront > 0, "a prefill step must be allowed");
         let limits = Limits { budget_tokens: limits.budget_tokens.max(limits.geometry.step), ..limits };
         let pace = Pace::new(limits.max_itl_us);
-        Self { limits, sequences: BTreeMap::new(), arrivals: 0, in_flight: BTreeMap::new(), pace, preemptions: 0 }
+        let (sequences, in_flight) = (BTreeMap::new(), BTreeMap::new());
+        Self { limits, sequences, arrivals: 0, in_flight, next_step: 0, pace, preemptions: 0 }
     }
 
     pub fn limits(&self) -> &Limits {
@@ -234,7 +255,7 @@ impl Scheduler {
             admitted: false,
             attached: false,
             started: false,
-            in_flight: None,
+            in_flight: VecDeque::new(),
             paused: false,
             ended: false,
             passed_over: 0,
@@ -293,23 +314,38 @@ impl Scheduler {
         (entry.attached, entry.computed) = (true, computed);
     }
 
-    /// The next step of a lane, for which nothing may be in flight there.
+    /// Whether one more step of a lane may be in flight.
+    pub fn has_room(&self, lane: Lane) -> bool {
+        let limit = match lane {
+            Lane::Decode => 1,
+            Lane::Prefill => self.limits.wavefront,
+        };
+        self.num_in_flight(lane) < limit
+    }
+
+    fn num_in_flight(&self, lane: Lane) -> usize {
+        self.in_flight.values().filter(|(other, _)| *other == lane).count()
+    }
+
+    /// The next step of a lane. A prefill step may go on with sequences of which others are in flight.
     ///
     /// # Panics
     ///
-    /// If a step of the lane is in flight.
+    /// If [`Self::has_room`] says no.
     pub fn plan(&mut self, lane: Lane, now_us: u64) -> StepPlan {
-        assert!(!self.in_flight.contains_key(&lane), "one step of a lane at a time");
-        let plan = match lane {
+        assert!(self.has_room(lane), "as many steps of {lane:?} are in flight as may be");
+        let mut plan = match lane {
             Lane::Decode => self.plan_decode(now_us),
             Lane::Prefill => StepPlan { parts: self.plan_prefill(), ..StepPlan::default() },
         };
+        plan.number = self.next_step;
         for part in &plan.parts {
             let entry = self.sequences.get_mut(&part.request).expect("planned above");
-            entry.in_flight = Some((lane, part.chunk.width));
+            entry.in_flight.push_back((plan.number, part.chunk.width));
         }
         if !plan.parts.is_empty() {
-            self.in_flight.insert(lane, plan.parts.iter().map(|part| part.request).collect());
+            self.in_flight.insert(plan.number, (lane, plan.parts.iter().map(|part| part.request).collect()));
+            self.next_step += 1;
         }
         plan
     }
@@ -317,13 +353,19 @@ impl Scheduler {
     /// When a decode step that [`Self::plan`] held back for the sake of a prefill step is due, if one is.
     pub fn next_due_us(&self) -> Option<u64> {
         let waits = self.sequences.values().any(|entry| entry.can_run(Lane::Decode));
-        let due = waits && self.in_flight.contains_key(&Lane::Prefill) && !self.in_flight.contains_key(&Lane::Decode);
+        let due = waits && self.num_in_flight(Lane::Prefill) > 0 && self.num_in_flight(Lane::Decode) == 0;
         due.then(|| self.pace.decode_due_us(self.rows_of_prefill())).flatten()
     }
 
+    /// Rows of the widest prefill step in flight: a decode step waits for one node that has begun, whichever step's it is.
     fn rows_of_prefill(&self) -> usize {
-        let ids = self.in_flight.get(&Lane::Prefill).into_iter().flatten();
-        ids.filter_map(|id| self.sequences.get(id)?.in_flight).map(|(_, width)| width).sum()
+        let steps = self.in_flight.iter().filter(|(_, (lane, _))| *lane == Lane::Prefill);
+        let rows = steps.map(|(number, (_, ids))| {
+            let entries = ids.iter().filter_map(|id| self.sequences.get(id));
+            let widths = entries.flat_map(|entry| &entry.in_flight).filter(|(other, _)| other == number);
+            widths.map(|(_, width)| width).sum()
+        });
+        rows.max().unwrap_or(0)
     }
 
     fn plan_decode(&mut self, now_us: u64) -> StepPlan {
@@ -338,7 +380,7 @@ impl Scheduler {
         }
         if plan.parts.is_empty() {
             self.pace.idle();
-        } else if self.in_flight.contains_key(&Lane::Prefill) {
+        } else if self.num_in_flight(Lane::Prefill) > 0 {
             self.pace.decoding(self.rows_of_prefill());
         }
         plan
@@ -347,7 +389,7 @@ impl Scheduler {
     /// Takes state back until what the running sequences hold fits: least urgent first, then the youngest.
     fn make_room(&mut self, plan: &mut StepPlan) {
         while self.reserved_bytes() > self.limits.state_bytes {
-            let victims = self.sequences.iter().filter(|(_, e)| e.admitted && !e.ended && e.in_flight.is_none());
+            let victims = self.sequences.iter().filter(|(_, e)| e.admitted && !e.ended && e.in_flight.is_empty());
             let victim = victims.min_by_key(|(_, e)| (e.urgency, Reverse(e.arrival))).map(|(id, _)| *id);
             let Some(id) = victim else { return };
             if self.bytes_of(self.sequences[&id].tokens + 1) > self.limits.state_bytes {
@@ -369,8 +411,7 @@ impl Scheduler {
             self.sequences.iter().filter(|(_, e)| e.can_run(Lane::Prefill)).map(|(id, _)| *id).collect();
         order.sort_by_key(|id| Self::rank(&self.sequences[id]));
         // Only streams that wait for tokens are a reason to narrow.
-        let streams =
-            self.sequences.values().any(|e| e.attached && !e.ended && !e.paused && e.lane() == Some(Lane::Decode));
+        let streams = self.sequences.values().any(|e| e.is_active() && e.decodes());
         let halvings = if streams { self.pace.halvings(self.limits.geometry.step) } else { 0 };
         let mut budget = self.limits.budget_tokens >> halvings;
         let mut parts = Vec::new();
@@ -392,26 +433,27 @@ impl Scheduler {
     /// Urgent ones first; among them those passed over too often, oldest first; then the shortest remainder.
     fn rank(entry: &Entry) -> (Reverse<Urgency>, bool, u64, u64) {
         let aged = entry.passed_over >= MAX_PASSED_OVER;
-        let length = if aged { 0 } else { entry.remaining() as u64 };
+        let length = if aged { 0 } else { entry.unscheduled() as u64 };
         (Reverse(entry.urgency), !aged, length, entry.arrival)
     }
 
-    /// A step of `lane` is done: the KV of its tokens exists. Sequences that ended meanwhile are forgotten; they are
-    /// returned, since only now may their state be freed.
+    /// A step is done: the KV of its tokens exists. Sequences that ended meanwhile are forgotten with their last step; they
+    /// are returned, since only now may their state be freed.
     ///
     /// # Panics
     ///
-    /// If no such step is in flight.
-    pub fn complete(&mut self, lane: Lane, now_us: u64, elapsed_us: u64, longest_node_us: u64) -> Vec<RequestId> {
-        let beside_prefill = self.in_flight.contains_key(&Lane::Prefill);
-        let ids = self.in_flight.remove(&lane).expect("a step in flight");
+    /// If no such step is in flight, or an earlier one of the same sequence is.
+    pub fn complete(&mut self, step: u64, now_us: u64, elapsed_us: u64, longest_node_us: u64) -> Vec<RequestId> {
+        let (lane, ids) = self.in_flight.remove(&step).expect("a step in flight");
+        let beside_prefill = self.num_in_flight(Lane::Prefill) > 0;
         let (mut gone, mut rows) = (Vec::new(), 0);
         for id in ids {
             let entry = self.sequences.get_mut(&id).expect("sequences outlive their steps");
-            let (_, width) = entry.in_flight.take().expect("in the step");
+            let (first, width) = entry.in_flight.pop_front().expect("in the step");
+            assert_eq!(first, step, "{id}: its chunks are done in order");
             entry.computed += width;
             rows += width;
-            if entry.ended {
+            if entry.ended && entry.in_flight.is_empty() {
                 self.sequences.remove(&id);
                 gone.push(id);
             }
@@ -423,14 +465,21 @@ impl Scheduler {
         gone
     }
 
-    /// A step of `lane` failed or was refused: its sequences are forgotten, whatever state they had.
+    /// A step failed or was refused: its sequences get no further, whatever state they had, and are forgotten with their
+    /// last step.
     ///
     /// # Panics
     ///
     /// If no such step is in flight.
-    pub fn abandon(&mut self, lane: Lane) {
-        for id in self.in_flight.remove(&lane).expect("a step in flight") {
-            self.sequences.remove(&id);
+    pub fn abandon(&mut self, step: u64) {
+        let (_, ids) = self.in_flight.remove(&step).expect("a step in flight");
+        for id in ids {
+            let entry = self.sequences.get_mut(&id).expect("sequences outlive their steps");
+            entry.in_flight.retain(|(other, _)| *other != step);
+            entry.ended = true;
+            if entry.in_flight.is_empty() {
+                self.sequences.remove(&id);
+            }
         }
     }
 
@@ -456,7 +505,7 @@ impl Scheduler {
     pub fn end(&mut self, id: RequestId) -> bool {
         let Some(entry) = self.sequences.get_mut(&id) else { return true };
         entry.ended = true;
-        if entry.in_flight.is_some() {
+        if !entry.in_flight.is_empty() {
             return false;
         }
         self.sequences.remove(&id);
@@ -498,16 +547,24 @@ impl Scheduler {
             let limit = entry.tokens;
             assert!(entry.computed <= limit, "{id} has computed {} of {limit} tokens", entry.computed);
             assert!(entry.admitted || !entry.attached, "{id} has state without a place");
-            assert!(entry.attached || entry.in_flight.is_none(), "{id} computes without state");
+            assert!(entry.scheduled() <= limit, "{id} computes {} of {limit} tokens", entry.scheduled());
+            assert!(entry.attached || entry.in_flight.is_empty(), "{id} computes without state");
             assert!(entry.attached || entry.computed == 0, "{id} has progress without state");
-            let listed = |(lane, _): (Lane, usize)| self.in_flight.get(&lane).is_some_and(|ids| ids.contains(id));
-            assert!(entry.in_flight.is_none_or(listed), "{id} is in a step nobody knows");
-            assert!(!entry.ended || entry.in_flight.is_some(), "{id} has ended and is still here");
+            let listed = |number| self.in_flight.get(number).is_some_and(|(_, ids)| ids.contains(id));
+            assert!(entry.in_flight.iter().all(|(number, _)| listed(number)), "{id} is in a step nobody knows");
+            assert!(entry.in_flight.iter().is_sorted(), "{id} has its chunks in order");
+            assert!(!entry.ended || !entry.in_flight.is_empty(), "{id} has ended and is still here");
         }
-        for (lane, ids) in &self.in_flight {
+        for lane in [Lane::Decode, Lane::Prefill] {
+            let limit = if lane == Lane::Decode { 1 } else { self.limits.wavefront };
+            assert!(self.num_in_flight(lane) <= limit, "too many steps of {lane:?}");
+        }
+        for (number, (lane, ids)) in &self.in_flight {
             for id in ids {
                 let entry = self.sequences.get(id).expect("sequences outlive their steps");
-                assert_eq!(entry.in_flight.map(|(lane, _)| lane), Some(*lane), "{id} is not in the step that names it");
+                let is_in = entry.in_flight.iter().any(|(other, _)| other == number);
+                assert!(is_in, "{id} is not in the step that names it");
+                assert!(*lane == Lane::Prefill || entry.in_flight.len() == 1, "{id} decodes beside its own prompt");
             }
         }
     }
@@ -515,7 +572,7 @@ impl Scheduler {
 
 /// The next chunk of a sequence (hybrid spec 10.2): from the step's width, narrowed by one rule after another.
 fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: u32) -> ChunkRecord {
-    let start = entry.computed;
+    let start = entry.scheduled();
     let mut chunk = ChunkRecord { start, width: geometry.step, narrowed_by: Vec::new() };
     let mut narrow = |rule, after: usize| {
         if after < chunk.width {
@@ -527,6 +584,6 @@ fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: u32) -> ChunkRecord {
     narrow(Rule::MaxItl, step);
     narrow(Rule::Alignment, step - start % step);
     // The last token goes through the decode lane.
-    narrow(Rule::Remaining, (entry.remaining() - 1).min(entry.decoded_from - start));
+    narrow(Rule::Remaining, (entry.unscheduled() - 1).min(entry.decoded_from - start));
     chunk
 }

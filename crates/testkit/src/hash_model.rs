@@ -118,6 +118,11 @@ impl HashModel {
         }
     }
 
+    fn rows_in_flight(&self, sequence: SequenceId) -> usize {
+        let chunks = self.in_flight.iter().flat_map(|step| &step.chunks);
+        chunks.filter(|(other, _)| *other == sequence).map(|(_, rows)| rows).sum()
+    }
+
     /// Sequences with state.
     pub fn num_sequences(&self) -> usize {
         self.sequences.len()
@@ -205,11 +210,12 @@ impl StepRunner for HashModel {
         for chunk in chunks {
             let state = self.sequence_state(chunk.sequence)?;
             let mut next = 0;
+            let start = state.len() + self.rows_in_flight(chunk.sequence);
             for (index, token) in chunk.tokens.iter().enumerate() {
-                next = compute(&state, self.weights, state.len() + index, *token);
+                next = compute(&state, self.weights, start + index, *token);
             }
             for scope in self.shape.layers.keys() {
-                let end = state.len() + chunk.tokens.len();
+                let end = start + chunk.tokens.len();
                 pools(&mut state.layer(*scope)).for_each(|pool| pool.trim(end));
             }
             let mut row = vec![0.0; VOCAB_SIZE];
@@ -227,7 +233,10 @@ impl StepRunner for HashModel {
         self.fails_in = self.fails_in.map(|left| left.saturating_sub(1)).filter(|_| !fails);
         let ticket = Ticket(StepId(self.next));
         self.next += 1;
-        let done_us = self.now_us + took_us;
+        // Steps of one sequence are done in order, those of others whenever they are.
+        let shares = |step: &&Running| step.chunks.iter().any(|(id, _)| parts.iter().any(|(other, _)| other == id));
+        let before = self.in_flight.iter().filter(shares).map(|step| step.done_us).max();
+        let done_us = before.unwrap_or(self.now_us) + took_us;
         self.in_flight.push(Running { ticket, priority, done_us, took_us, chunks: parts, logits, fails });
         Ok(ticket)
     }
@@ -246,10 +255,22 @@ impl StepRunner for HashModel {
         self.now_us = self.now_us.max(step.done_us);
         if step.fails {
             step.chunks.iter().for_each(|(sequence, _)| self.drop_sequence(*sequence));
+            // Whatever builds on it fails with it, at once.
+            let mut lost: Vec<SequenceId> = step.chunks.iter().map(|(sequence, _)| *sequence).collect();
+            self.in_flight.sort_by_key(|other| other.ticket);
+            for other in self.in_flight.iter_mut().filter(|other| other.ticket > step.ticket) {
+                if other.chunks.iter().any(|(sequence, _)| lost.contains(sequence)) {
+                    lost.extend(other.chunks.iter().map(|(sequence, _)| *sequence));
+                    (other.fails, other.done_us) = (true, self.now_us);
+                }
+            }
             return Err(ExecutorError::Node { step: step.ticket.0, reason: "told to fail".to_owned() }.into());
         }
         for (sequence, rows) in &step.chunks {
-            self.sequences[sequence].commit(*rows);
+            // A later step of it may have failed.
+            if let Some(state) = self.sequences.get(sequence) {
+                state.commit(*rows);
+            }
         }
         let (elapsed_us, longest_node_us) = (step.took_us, step.took_us / 10);
         Ok(Some(StepResult {

@@ -138,6 +138,7 @@ pub fn live(seed: u64, bug: Option<Bug>) -> Result<Report, String> {
     let options = EngineOptions {
         chunk_tokens: [16, 64, 100, 128, 256, 512][dice.roll(6) as usize],
         honour_chunk: false,
+        wavefront: 1 + (seed % 3) as usize,
         max_running: 1 + dice.roll(6) as usize,
         max_queued: 16,
         max_context_tokens: 900,

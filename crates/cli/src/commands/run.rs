@@ -18,7 +18,7 @@ use troika_prompt::{
 };
 
 use super::serve::{Signal, terminated};
-use crate::hybrid::HybridArgs;
+use crate::hybrid::{HybridArgs, WavefrontArgs};
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
@@ -38,6 +38,8 @@ pub(crate) struct Args {
     model: ModelArgs,
     #[command(flatten)]
     hybrid: HybridArgs,
+    #[command(flatten)]
+    wavefront: WavefrontArgs,
     /// Take the prompt as a user's message to answer, not as a text to continue.
     #[arg(long)]
     chat: bool,
@@ -100,6 +102,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let options = EngineOptions {
         chunk_tokens: 512,
         honour_chunk: false,
+        wavefront: args.wavefront.steps(),
         max_running: 1,
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,

@@ -14,7 +14,7 @@ use troika_engine::{DiskTier, Engine, EngineOptions, StepRunner};
 use troika_kvstore::Store;
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 
-use crate::hybrid::HybridArgs;
+use crate::hybrid::{HybridArgs, WavefrontArgs};
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::{ModelArgs, OpenModel};
 use crate::size::Size;
@@ -29,6 +29,8 @@ pub(crate) struct Args {
     model: ModelArgs,
     #[command(flatten)]
     hybrid: HybridArgs,
+    #[command(flatten)]
+    wavefront: WavefrontArgs,
     /// Address to listen on. Addresses that other machines can reach need an API key.
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: IpAddr,
@@ -178,6 +180,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let options = EngineOptions {
         chunk_tokens: args.chunk.unwrap_or(CHUNK) as usize,
         honour_chunk: args.chunk.is_some(),
+        wavefront: args.wavefront.steps(),
         max_running: args.max_running as usize,
         max_queued: args.max_queued,
         max_context_tokens,

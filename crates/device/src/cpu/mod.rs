@@ -76,7 +76,10 @@ impl Queue {
     }
 
     fn take(&mut self) -> Option<Job> {
-        self.decode.pop_front().or_else(|| self.prefill.pop_front())
+        // Of several prompts' steps the oldest goes on as soon as it can, so that its results come first; the others fill the
+        // time in which it waits for engines.
+        let oldest = |jobs: &VecDeque<Job>| (0..jobs.len()).min_by_key(|index| jobs[*index].work.run.id());
+        self.decode.pop_front().or_else(|| oldest(&self.prefill).and_then(|index| self.prefill.remove(index)))
     }
 }
 

@@ -198,17 +198,18 @@ impl Boundary {
 }
 
 impl SequenceState {
-    /// Wants the boundaries after these numbers of tokens, none of which is computed yet and each of which is a multiple of
-    /// [`StateShape::block_tokens`]; replaces what was wanted before. No step of the sequence may be in flight.
+    /// Also wants the boundaries after these numbers of tokens, each of which is a multiple of [`StateShape::block_tokens`] and
+    /// in no step that is done or in flight.
     pub fn want_boundaries(&self, ends: &[usize]) {
         for layer in self.layers.values() {
             let layer = &mut *layer.lock().unwrap_or_else(PoisonError::into_inner);
             for pool in [&mut layer.compressed, &mut layer.index].into_iter().flatten() {
-                pool.wanted = if pool.shape.overlap { ends.to_vec() } else { Vec::new() };
-                pool.lanes.clear();
+                if pool.shape.overlap {
+                    pool.wanted.extend_from_slice(ends);
+                }
             }
         }
-        *self.wanted.lock().unwrap_or_else(PoisonError::into_inner) = ends.to_vec();
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(ends);
     }
 
     /// Boundaries that were wanted and have been committed since.
@@ -224,6 +225,13 @@ impl SequenceState {
         drop(wanted);
         let caught = due.into_iter().filter_map(|at| self.boundary(at));
         self.boundaries.lock().unwrap_or_else(PoisonError::into_inner).extend(caught);
+        // Lanes of a boundary that could not be had.
+        for layer in self.layers.values() {
+            let layer = &mut *layer.lock().unwrap_or_else(PoisonError::into_inner);
+            for pool in [&mut layer.compressed, &mut layer.index].into_iter().flatten() {
+                pool.lanes.retain(|(at, _)| *at > end);
+            }
+        }
     }
 
     /// The boundary after `at` tokens, if everything it needs is still there.

@@ -3,8 +3,8 @@
 //! Time arrives as an argument and steps are done by a [`StepRunner`], so the same code runs on a virtual clock with a model
 //! whose next token hashes the rows it read. The scheduler decides what is computed; this module carries it out.
 //!
-//! A decode step with the next token of every running sequence and a prefill step with prompt chunks are in flight side by
-//! side. By the row contract neither can change the other's numbers.
+//! A decode step with the next token of every running sequence and prefill steps with prompt chunks are in flight side by
+//! side. By the row contract none can change another's numbers.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -133,6 +133,8 @@ impl Submission {
 /// What a step in flight was made of.
 struct InFlight {
     lane: Lane,
+    /// The scheduler's number of it.
+    number: u64,
     /// Request and tokens, in the order of the step's chunks.
     parts: Vec<(RequestId, usize)>,
 }
@@ -147,6 +149,8 @@ pub struct Core<R> {
     /// In order of arrival, since ids ascend.
     requests: BTreeMap<RequestId, Live>,
     in_flight: BTreeMap<Ticket, InFlight>,
+    /// When the last step of prompts was done.
+    last_prefill_us: u64,
 }
 
 impl<R: StepRunner> Core<R> {
@@ -166,9 +170,9 @@ impl<R: StepRunner> Core<R> {
             status.state_bytes_limit = limits.state_bytes;
             status.state_bytes_per_block = limits.state_cost.bytes_per_block;
             status.geometry = limits.geometry.to_string();
-            status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running);
+            status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running, limits.wavefront);
         }
-        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight }
+        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight, last_prefill_us: 0 }
     }
 
     /// Also keeps prefixes on disk; `wake` is called on another thread when a turn would find something read. Without a
@@ -280,9 +284,13 @@ impl<R: StepRunner> Core<R> {
         self.take_loaded(now_us);
         self.admit(now_us);
         for lane in [Lane::Decode, Lane::Prefill] {
-            if !self.in_flight.values().any(|step| step.lane == lane) {
+            while self.scheduler.has_room(lane) {
                 let plan = self.scheduler.plan(lane, now_us);
+                let is_last = plan.parts.is_empty();
                 self.carry_out(lane, plan);
+                if is_last {
+                    break;
+                }
             }
         }
         self.publish();
@@ -433,11 +441,11 @@ impl<R: StepRunner> Core<R> {
             live.finish(FinishReason::MemoryFull);
         }
         if !plan.parts.is_empty() {
-            self.submit_step(lane, plan.parts);
+            self.submit_step(lane, plan.number, plan.parts);
         }
     }
 
-    fn submit_step(&mut self, lane: Lane, parts: Vec<Part>) {
+    fn submit_step(&mut self, lane: Lane, number: u64, parts: Vec<Part>) {
         self.want_boundaries(&parts);
         let chunks: Vec<Chunk<'_>> = parts
             .iter()
@@ -466,10 +474,10 @@ impl<R: StepRunner> Core<R> {
                     }
                 }
                 let parts = parts.into_iter().map(|part| (part.request, part.chunk.width)).collect();
-                self.in_flight.insert(ticket, InFlight { lane, parts });
+                self.in_flight.insert(ticket, InFlight { lane, number, parts });
             }
             Err(error) => {
-                self.scheduler.abandon(lane);
+                self.scheduler.abandon(number);
                 for part in parts {
                     self.requests.get_mut(&part.request).expect("taken from the table").fail(&error.to_string());
                 }
@@ -510,39 +518,56 @@ impl<R: StepRunner> Core<R> {
     ///
     /// If nothing is in flight, or the devices are gone.
     pub fn wait(&mut self, timeout: Option<Duration>, now_us: impl Fn(&R) -> u64) {
+        let mut timeout = timeout;
+        // With a step fail those that build on it, and nothing is planned before all of them are known.
+        while self.wait_once(timeout, &now_us) && !self.in_flight.is_empty() {
+            timeout = Some(Duration::ZERO);
+        }
+    }
+
+    /// As [`Self::wait`]; true if a step failed.
+    fn wait_once(&mut self, timeout: Option<Duration>, now_us: &impl Fn(&R) -> u64) -> bool {
         match self.runner.wait(timeout) {
-            Ok(None) => {}
+            Ok(None) => false,
             Ok(Some(result)) => {
                 self.publish_nodes();
                 let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
                 let now_us = now_us(&self.runner);
                 self.take_results(&step, result, now_us);
+                false
             }
             Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
                 tracing::error!(%step, reason, "a step failed");
                 self.publish_nodes();
                 let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
-                self.scheduler.abandon(failed.lane);
+                self.scheduler.abandon(failed.number);
                 for (id, _) in failed.parts {
                     let live = self.requests.get_mut(&id).expect("requests outlive their steps");
                     // The runner has dropped its state.
                     live.sequence = None;
                     live.fail(&format!("the computation failed: {reason}"));
                 }
+                true
             }
             Err(error) => panic!("the devices are gone: {error}"),
         }
     }
 
     fn take_results(&mut self, step: &InFlight, result: StepResult, now_us: u64) {
-        self.scheduler.complete(step.lane, now_us, result.elapsed_us, result.longest_node_us);
+        let mut elapsed_us = result.elapsed_us;
+        if step.lane == Lane::Prefill {
+            // What it waited for the step before it is that one's time.
+            elapsed_us = elapsed_us.min(now_us.saturating_sub(self.last_prefill_us));
+            self.last_prefill_us = now_us;
+        }
+        self.scheduler.complete(step.number, now_us, elapsed_us, result.longest_node_us);
         {
             let mut status = lock(&self.status);
             let totals = if step.lane == Lane::Decode { &mut status.decode } else { &mut status.prefill };
             let StepTotals { steps, tokens, busy_us } = totals;
             *steps += 1;
             *tokens += step.parts.iter().map(|(_, width)| *width as u64).sum::<u64>();
-            *busy_us += result.elapsed_us;
+            *busy_us += elapsed_us;
         }
         for ((id, width), mut logits) in step.parts.iter().zip(result.logits) {
             self.store(*id);
@@ -599,6 +624,7 @@ impl<R: StepRunner> Core<R> {
 
 fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
     let shape = runner.state_shape();
+    let wavefront = options.wavefront.max(1);
     let request = GeometryRequest {
         tile: runner.tile(),
         step: options.chunk_tokens.max(1),
@@ -609,13 +635,15 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
     };
     // Half of the memory at most is for the values of steps.
     let fits = |rows: usize| {
-        options.memory_bytes == u64::MAX || steps_bytes(runner, rows, options.max_running) <= options.memory_bytes / 2
+        options.memory_bytes == u64::MAX
+            || steps_bytes(runner, rows, options.max_running, wavefront) <= options.memory_bytes / 2
     };
     let geometry = Geometry::resolve(&request, fits);
-    let steps = steps_bytes(runner, geometry.step, options.max_running);
+    let steps = steps_bytes(runner, geometry.step, options.max_running, wavefront);
     Limits {
         geometry,
         budget_tokens: geometry.step,
+        wavefront,
         max_running: options.max_running.max(1),
         max_queued: options.max_queued,
         max_itl_us: options.max_itl.as_micros() as u64,
@@ -629,10 +657,11 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
     }
 }
 
-/// Bytes of the values of a prefill and a decode step, which may be in flight side by side.
-fn steps_bytes(runner: &impl StepRunner, step: usize, max_running: usize) -> u64 {
+/// Bytes of the values of the prefill steps and the decode step that may be in flight side by side.
+fn steps_bytes(runner: &impl StepRunner, step: usize, max_running: usize, wavefront: usize) -> u64 {
     // Prompt chunks want no logits; of each sequence that decodes there is one row, and its logits.
-    runner.step_bytes(step, 0).saturating_add(runner.step_bytes(max_running, max_running))
+    let prefill = runner.step_bytes(step, 0).saturating_mul(wavefront as u64);
+    prefill.saturating_add(runner.step_bytes(max_running, max_running))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -22,7 +22,7 @@ use troika_testkit::repo_root;
 
 use crate::support::{chunked, feed, one_shot};
 
-const TILE: usize = 64;
+pub(crate) const TILE: usize = 64;
 
 pub(crate) fn soft(instances: usize) -> Arc<dyn NpuBackend> {
     let options = SoftOptions { instances, ..SoftOptions::default() };
@@ -68,7 +68,7 @@ fn hybrid(tail_threshold: usize) -> Runner {
     nano(Some((soft(1), wish(everything(), tail_threshold))))
 }
 
-fn tokens(n: usize) -> Vec<u32> {
+pub(crate) fn tokens(n: usize) -> Vec<u32> {
     (0..n).map(|i| (i * 7919 % 1021 + 16) as u32).collect()
 }
 
@@ -92,7 +92,7 @@ fn ledger_of(runner: &mut Runner, rows: usize) -> Ledger {
     ledger
 }
 
-fn assert_books_balance(operations: &Operations) {
+pub(crate) fn assert_books_balance(operations: &Operations) {
     assert_eq!(operations.dispatched(), operations.merged + operations.cancelled, "{operations:?}");
 }
 

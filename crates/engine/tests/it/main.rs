@@ -13,3 +13,4 @@ mod sampling;
 mod serving;
 mod sim;
 mod support;
+mod wavefront;

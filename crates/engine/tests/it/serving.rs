@@ -12,6 +12,7 @@ use crate::support::{open, options};
 pub(crate) const LIMITS: EngineOptions = EngineOptions {
     chunk_tokens: 48,
     honour_chunk: false,
+    wavefront: 1,
     max_running: 4,
     max_queued: 8,
     max_context_tokens: 512,
@@ -33,20 +34,20 @@ impl EventSink for Channel {
     }
 }
 
-fn request(seed: u64, prompt: usize, max_new_tokens: usize) -> GenerateRequest {
+pub(crate) fn request(seed: u64, prompt: usize, max_new_tokens: usize) -> GenerateRequest {
     let prompt = (0..prompt).map(|i| ((i as u64 * 31 + seed * 17) % 383) as u32).collect();
     let sampling = Sampling { temperature: 1.0, seed, ..Sampling::GREEDY };
     GenerateRequest::new(prompt, max_new_tokens, sampling)
 }
 
-fn start(engine: &Engine, request: GenerateRequest) -> Receiver<Event> {
+pub(crate) fn start(engine: &Engine, request: GenerateRequest) -> Receiver<Event> {
     let (sender, receiver) = channel();
     engine.submit(request, Box::new(Channel(sender))).expect("accepted");
     receiver
 }
 
 /// Tokens up to the end, and the end.
-fn collect(events: &Receiver<Event>) -> (Vec<u32>, Event) {
+pub(crate) fn collect(events: &Receiver<Event>) -> (Vec<u32>, Event) {
     let mut tokens = Vec::new();
     loop {
         match events.recv_timeout(Duration::from_secs(60)).expect("the engine answers") {

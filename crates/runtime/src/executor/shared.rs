@@ -173,6 +173,6 @@ impl Executor {
         step.left -= 1;
         let template = Arc::clone(&step.template);
         step.release_successors(template.place(node), |_| true);
-        self.go_on(id)
+        self.go_on()
     }
 }

@@ -21,6 +21,7 @@ fn limits() -> Limits {
     Limits {
         geometry: geometry(STEP),
         budget_tokens: STEP,
+        wavefront: 1,
         max_running: 16,
         max_queued: 64,
         max_itl_us: 200_000,
@@ -39,8 +40,8 @@ struct World {
     scheduler: Scheduler,
     now_us: u64,
     wanted: BTreeMap<RequestId, usize>,
-    /// Lane, time it is done.
-    in_flight: Vec<(Lane, u64, u64, Vec<RequestId>)>,
+    /// Number, lane, time it is done, time it takes.
+    in_flight: Vec<(u64, Lane, u64, u64, Vec<RequestId>)>,
     first_token_us: BTreeMap<RequestId, u64>,
     gaps_us: Vec<u64>,
     last_token_us: BTreeMap<RequestId, u64>,
@@ -74,8 +75,8 @@ impl World {
         for id in self.scheduler.admit() {
             self.scheduler.attached(id, 0);
         }
-        for lane in [Lane::Decode, Lane::Prefill] {
-            if self.in_flight.iter().any(|(other, ..)| *other == lane) {
+        for lane in [Lane::Decode, Lane::Prefill, Lane::Prefill, Lane::Prefill] {
+            if !self.scheduler.has_room(lane) {
                 continue;
             }
             let plan = self.scheduler.plan(lane, self.now_us);
@@ -86,6 +87,7 @@ impl World {
             if plan.parts.is_empty() {
                 continue;
             }
+            let number = plan.number;
             let rows: usize = plan.parts.iter().map(|part| part.chunk.width).sum();
             let took = match lane {
                 Lane::Decode if !self.in_flight.is_empty() => {
@@ -97,27 +99,31 @@ impl World {
             };
             // A decode step in between pushes a prefill step back.
             if lane == Lane::Decode {
-                self.in_flight.iter_mut().for_each(|(_, done, ..)| *done += took);
+                self.in_flight.iter_mut().for_each(|(_, _, done, ..)| *done += took);
             }
             let ids = plan.parts.iter().map(|part| part.request).collect();
             if lane == Lane::Prefill {
                 self.chunks.extend(plan.parts.into_iter().map(|part| (part.request, part.chunk)));
             }
-            self.in_flight.push((lane, self.now_us + took, took, ids));
+            // One processor: prefill steps follow each other.
+            let both = |other| [other, lane] == [Lane::Prefill; 2];
+            let prefills = self.in_flight.iter().filter(|(_, other, ..)| both(*other));
+            let start = prefills.map(|(_, _, done, ..)| *done).max().unwrap_or(self.now_us);
+            self.in_flight.push((number, lane, start + took, took, ids));
         }
         let due = self.scheduler.next_due_us();
-        let next = (0..self.in_flight.len()).min_by_key(|i| self.in_flight[*i].1);
+        let next = (0..self.in_flight.len()).min_by_key(|i| self.in_flight[*i].2);
         let Some(next) = next else { return false };
         if let Some(due) = due
-            && due < self.in_flight[next].1
+            && due < self.in_flight[next].2
         {
             self.now_us = self.now_us.max(due);
             return true;
         }
-        let (lane, done, took, ids) = self.in_flight.remove(next);
+        let (number, lane, done, took, ids) = self.in_flight.remove(next);
         self.now_us = self.now_us.max(done);
         let node_us = took / 20;
-        self.scheduler.complete(lane, self.now_us, took, node_us);
+        self.scheduler.complete(number, self.now_us, took, node_us);
         if lane == Lane::Decode {
             for id in ids {
                 self.token(id);
@@ -157,6 +163,45 @@ fn chunks_end_at_multiples_of_the_step_also_after_a_hit() {
     assert_eq!(rules, [Rule::Alignment, Rule::Remaining]);
     let narrowing = world.chunks[0].1.narrowed_by[0];
     assert_eq!((narrowing.before, narrowing.after), (512, 128));
+}
+
+#[test]
+fn a_prompt_may_have_several_chunks_in_flight() {
+    let mut scheduler = Scheduler::new(Limits { wavefront: 3, ..limits() });
+    scheduler.submit(RequestId(1), new(4 * STEP)).expect("taken");
+    scheduler.submit(RequestId(2), new(5 * STEP)).expect("taken");
+    for id in scheduler.admit() {
+        scheduler.attached(id, 0);
+    }
+    let plan = |scheduler: &mut Scheduler| {
+        let plan = scheduler.plan(Lane::Prefill, 0);
+        scheduler.check_invariants();
+        let parts: Vec<_> =
+            plan.parts.iter().map(|part| (part.request.0, part.chunk.start, part.chunk.width)).collect();
+        (plan.number, parts)
+    };
+    let steps: Vec<_> = (0..3).map(|_| plan(&mut scheduler)).collect();
+    let parts: Vec<_> = steps.iter().flat_map(|(_, parts)| parts.clone()).collect();
+    assert_eq!(parts, [(1, 0, STEP), (1, STEP, STEP), (1, 2 * STEP, STEP)]);
+    assert!(!scheduler.has_room(Lane::Prefill));
+    assert_eq!(scheduler.num_computed_tokens(RequestId(1)), 0);
+    // Its state is needed until the last of its steps is done.
+    assert!(!scheduler.end(RequestId(1)));
+    assert_eq!(scheduler.complete(steps[0].0, 1, 1, 1), []);
+    assert_eq!(scheduler.num_computed_tokens(RequestId(1)), STEP);
+    let (other, parts) = plan(&mut scheduler);
+    assert_eq!(parts, [(2, 0, STEP)], "nothing more is begun of a sequence that has ended");
+    assert_eq!(scheduler.complete(steps[1].0, 2, 1, 1), []);
+    assert_eq!(scheduler.complete(steps[2].0, 3, 1, 1), [RequestId(1)]);
+    // A step that is refused leaves those before it to finish.
+    let (refused, parts) = plan(&mut scheduler);
+    assert_eq!(parts, [(2, STEP, STEP)]);
+    scheduler.abandon(refused);
+    scheduler.check_invariants();
+    assert!(scheduler.plan(Lane::Prefill, 4).parts.is_empty());
+    assert_eq!(scheduler.complete(other, 5, 1, 1), [RequestId(2)]);
+    assert!(scheduler.is_idle());
+    assert_eq!(scheduler.reserved_bytes(), 0);
 }
 
 #[test]
@@ -216,8 +261,9 @@ fn a_node_that_would_break_the_bound_narrows_the_chunk() {
         scheduler.check_invariants();
         scheduler.attached(id, 0);
     }
-    assert_eq!(scheduler.plan(Lane::Prefill, 0).parts[0].chunk.width, STEP, "nothing is known yet");
-    scheduler.complete(Lane::Prefill, 100_000, 100_000, 60_000);
+    let plan = scheduler.plan(Lane::Prefill, 0);
+    assert_eq!(plan.parts[0].chunk.width, STEP, "nothing is known yet");
+    scheduler.complete(plan.number, 100_000, 100_000, 60_000);
     let chunk = &scheduler.plan(Lane::Prefill, 100_000).parts[0].chunk;
     assert_eq!((chunk.start, chunk.width), (STEP, STEP / 2));
     assert_eq!(chunk.narrowed_by[0].rule, Rule::MaxItl);
@@ -358,8 +404,9 @@ proptest! {
         max_running in 1usize..6,
         cancel in 0usize..12,
         cancel_after in 0usize..60,
+        wavefront in 1usize..=3,
     ) {
-        let mut world = World::new(Limits { state_bytes, max_running, ..limits() });
+        let mut world = World::new(Limits { state_bytes, max_running, wavefront, ..limits() });
         let mut taken = 0;
         for (id, (tokens, wanted)) in prompts.iter().enumerate() {
             if world.scheduler.submit(RequestId(id as u64), new(*tokens)).is_ok() {

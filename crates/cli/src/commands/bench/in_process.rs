@@ -9,10 +9,10 @@ use anyhow::{Result, ensure};
 use serde::Serialize;
 use troika_base::NumericClass;
 use troika_bench::record::{StepSpan, StepTimeline};
-use troika_engine::{Chunk, Forward, HybridStatus, Runner, WantLogits};
+use troika_engine::{Chunk, Forward, HybridStatus, Priority, Runner, WantLogits};
 use troika_graph::{Acceptance, Kind, Scope};
 
-use crate::hybrid::{self, HybridArgs};
+use crate::hybrid::{self, HybridArgs, WavefrontArgs};
 use crate::model_source::ModelArgs;
 use crate::{progress, report};
 
@@ -26,6 +26,8 @@ pub(crate) struct Args {
     model: ModelArgs,
     #[command(flatten)]
     hybrid: HybridArgs,
+    #[command(flatten)]
+    wavefront: WavefrontArgs,
     /// Tokens of the prompts.
     #[arg(long, value_delimiter = ',', default_value = "512,2048", value_name = "N,N,...", value_parser = clap::value_parser!(u32).range(1..))]
     prompt_lengths: Vec<u32>,
@@ -56,6 +58,7 @@ struct Report {
     cpu_level: &'static str,
     rounds: u32,
     chunk: u32,
+    wavefront: usize,
     generate: u32,
     peak_memory_bytes: Option<u64>,
     results: Vec<Row>,
@@ -168,7 +171,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     for round in 0..=args.rounds {
         for (length, samples) in args.prompt_lengths.iter().zip(&mut samples) {
             let counted = (round > 0).then_some(&mut profile);
-            let sample = measure(&mut runner, *length as usize, args.generate as usize, args.chunk as usize, counted)?;
+            let sample = measure(&mut runner, args, *length as usize, counted)?;
             bar.inc(u64::from(length + args.generate));
             if round > 0 {
                 samples.push(sample);
@@ -187,6 +190,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         cpu_level: args.model.cpu_level().name(),
         rounds: args.rounds,
         chunk: args.chunk,
+        wavefront: args.wavefront.steps(),
         generate: args.generate,
         peak_memory_bytes: report::peak_memory_bytes(),
         results: results.map(|(length, samples)| row(class.name(), *length, args.generate, samples)).collect(),
@@ -204,32 +208,49 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
 fn measure(
     runner: &mut Runner,
+    args: &Args,
     prompt_tokens: usize,
-    generate: usize,
-    chunk: usize,
     mut profile: Option<&mut Profile>,
 ) -> Result<Sample> {
+    let (generate, chunk, wavefront) = (args.generate as usize, args.chunk as usize, args.wavefront.steps());
     let prompt = prompt(runner, prompt_tokens);
     let sequence = runner.new_sequence();
-    let mut step = |runner: &mut Runner, tokens: &[u32], last: bool, prefill: bool| -> Result<Option<u32>> {
-        let logits = if last { WantLogits::Last(1) } else { WantLogits::No };
-        let forward = runner.forward(&[Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }])?;
-        if let Some(Profile { prefill: first, decode }) = profile.as_deref_mut() {
-            (if prefill { first } else { decode }).count(&forward, tokens.len());
-        }
-        let next = last.then(|| most_likely(&forward));
-        runner.recycle(forward);
-        Ok(next)
-    };
     let start = Instant::now();
-    let mut next = None;
-    for (index, tokens) in prompt.chunks(chunk).enumerate() {
-        next = step(runner, tokens, (index + 1) * chunk >= prompt_tokens, true)?;
+    let mut chunks = prompt.chunks(chunk).enumerate();
+    let (mut num_done, mut in_flight, mut next) = (0, 0, 0);
+    while num_done < prompt_tokens {
+        while in_flight < wavefront
+            && let Some((index, tokens)) = chunks.next()
+        {
+            let last = (index + 1) * chunk >= prompt_tokens;
+            let logits = if last { WantLogits::Last(1) } else { WantLogits::No };
+            // As the scheduler has it.
+            let priority = if tokens.len() == 1 { Priority::Decode } else { Priority::Prefill };
+            runner.submit(&[Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }], priority)?;
+            in_flight += 1;
+        }
+        let (_, forward) = runner.next_done()?;
+        in_flight -= 1;
+        // Chunks of a sequence are done in order.
+        let tokens = chunk.min(prompt_tokens - num_done);
+        num_done += tokens;
+        if let Some(profile) = profile.as_deref_mut() {
+            profile.prefill.count(&forward, tokens);
+        }
+        if num_done == prompt_tokens {
+            next = most_likely(&forward);
+        }
+        runner.recycle(forward);
     }
     let prefilled = Instant::now();
     for _ in 1..generate {
-        let token = next.expect("the last step gave logits");
-        next = step(runner, &[token], true, false)?;
+        let chunk = Chunk { sequence, tokens: &[next], logits: WantLogits::Last(1), acceptance: Acceptance::Whole };
+        let forward = runner.forward(&[chunk])?;
+        if let Some(profile) = profile.as_deref_mut() {
+            profile.decode.count(&forward, 1);
+        }
+        next = most_likely(&forward);
+        runner.recycle(forward);
     }
     let decode_s = prefilled.elapsed().as_secs_f64();
     let prefill_s = prefilled.duration_since(start).as_secs_f64();
