@@ -5,6 +5,7 @@ mod commands;
 mod hybrid;
 mod memory;
 mod model_source;
+mod plan_file;
 mod progress;
 mod report;
 mod size;

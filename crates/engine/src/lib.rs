@@ -6,11 +6,13 @@
 #![warn(missing_docs)]
 
 pub mod api;
+mod calibration;
 mod engine;
 mod memory;
 mod runner;
 mod sampler;
 
+pub use calibration::{Calibration, calibrate_engines};
 pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
@@ -19,4 +21,7 @@ pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOpti
 pub use sampler::{SampleError, sample};
 // What callers say about neural engines, and hear of them.
 pub use troika_runtime::prepare::{Record, Stage};
-pub use troika_runtime::{DeviceId, FeatureState, HybridOptions, Ledger, Operations, Placement};
+pub use troika_runtime::{
+    CalibrationError, Choice, CostTable, DeviceId, FeatureState, HybridOptions, KindChoice, Ledger, Operations,
+    Placement, choose,
+};
