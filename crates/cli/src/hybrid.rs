@@ -131,6 +131,11 @@ pub(crate) struct Wish {
 }
 
 impl HybridArgs {
+    /// True if there is an engine to take part.
+    pub(crate) fn names_engine(&self) -> bool {
+        self.npu.is_some() && self.hybrid != Hybrid::Off
+    }
+
     /// Starts the engine that was named, if it is to take part.
     pub(crate) fn wish(&self) -> Result<Option<Wish>> {
         let Some(NpuSpec(soft)) = self.npu else {
@@ -186,6 +191,10 @@ impl HybridArgs {
             return Ok(None);
         }
         let choice = choose(&measure(self.plan_dir.as_deref(), self.calibrate)?, &wish.said);
+        for (kind, refused) in choice.kinds.iter().filter_map(|(kind, choice)| Some((kind, choice.refused.as_ref()?))) {
+            tracing::warn!(kind = kind.name(), reason = refused, "the engine's numbers are wrong; the CPU does it");
+            wish.options.placements.remove(kind);
+        }
         let placements = choice.placements();
         if placements.is_empty() {
             tracing::warn!("no projection is faster with the engines; they get what they have by default");

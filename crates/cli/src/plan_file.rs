@@ -2,13 +2,14 @@
 //! same numeric class and the same kept prefixes.
 
 use std::fs;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use troika_engine::{Calibration, CostTable};
+
+use crate::report::write_whole;
 
 /// Raised whenever the file or what is measured changes.
 const VERSION: u32 = 1;
@@ -115,12 +116,7 @@ impl PlanFile {
         let dir = self.path.parent().expect("the path has a folder");
         fs::create_dir_all(dir)?;
         let content = Content { key: self.key.clone(), costs: costs.clone() };
-        let part = self.path.with_extension(format!("{}.part", std::process::id()));
-        let mut file = fs::File::create(&part)?;
-        file.write_all(&serde_json::to_vec_pretty(&content)?)?;
-        file.sync_all()?;
-        fs::rename(&part, &self.path)?;
-        Ok(())
+        write_whole(&self.path, &serde_json::to_vec_pretty(&content)?)
     }
 }
 

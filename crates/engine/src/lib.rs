@@ -8,6 +8,7 @@
 pub mod api;
 mod calibration;
 mod engine;
+mod gate;
 mod memory;
 mod runner;
 mod sampler;
@@ -16,6 +17,7 @@ pub use calibration::{Calibration, calibrate_engines};
 pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
+pub use gate::{Distance, distance};
 pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};

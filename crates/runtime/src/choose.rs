@@ -28,6 +28,8 @@ pub struct KindChoice {
     pub split_ms: Option<f64>,
     /// As placed.
     pub expected_ms: f64,
+    /// Why no engine gets it, whatever it would save and whoever wants it.
+    pub refused: Option<String>,
 }
 
 /// Everything that was chosen.
@@ -97,7 +99,13 @@ fn choose_kind(table: &CostTable, kind: Kind, costs: &[&OperationCost], said: Op
         .filter_map(|(ms, placement)| ms.zip(placement))
         .filter(|(ms, _)| *ms <= NET_BENEFIT * primary_ms)
         .min_by(|a, b| a.0.total_cmp(&b.0));
+    // Wrong is worse than slow.
+    let far = costs.iter().filter_map(|cost| cost.error).find(|error| !error.is_small());
+    let refused = far.map(|error| {
+        format!("off by {:.2} %, cosine {:.5}: 2 % and 0.999 are allowed", error.relative * 100.0, error.cosine)
+    });
     let (expected_ms, placement) = match said {
+        _ if refused.is_some() => (primary_ms, Placement::Primary),
         None => best.unwrap_or((primary_ms, Placement::Primary)),
         Some(Placement::Primary) => (primary_ms, Placement::Primary),
         Some(Placement::Whole) => (whole_ms.unwrap_or(primary_ms), Placement::Whole),
@@ -106,7 +114,7 @@ fn choose_kind(table: &CostTable, kind: Kind, costs: &[&OperationCost], said: Op
             (ms, Placement::Split(fraction))
         }
     };
-    KindChoice { placement, primary_ms, whole_ms, split_ms, expected_ms }
+    KindChoice { placement, primary_ms, whole_ms, split_ms, expected_ms, refused }
 }
 
 /// The slower of both parts, by the lines through what was measured.
@@ -119,7 +127,7 @@ fn predict(cost: &OperationCost, fraction: f64) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cost::Point;
+    use crate::cost::{Error, Point};
 
     fn operation(kind: Kind, primary_ms: f64, whole_ms: Option<f64>, split: Option<(f64, f64)>) -> OperationCost {
         OperationCost {
@@ -131,6 +139,7 @@ mod tests {
             engine: vec![Point { fraction: 0.25, ms: 3.0 }, Point { fraction: 0.5, ms: 5.0 }],
             whole_ms,
             region: split.map(|(fraction, ms)| Point { fraction, ms }),
+            error: Some(Error { relative: 0.004, cosine: 0.99999 }),
         }
     }
 
@@ -179,5 +188,16 @@ mod tests {
         let choice = choose(&table(1.0), &said);
         assert_eq!(choice.placements(), BTreeMap::from([(Kind::WqB, Placement::Split(0.75))]));
         assert_eq!(choice.kinds[&Kind::WqB].expected_ms, 14.0, "1 ms and 8 ms for everything, twice");
+    }
+
+    #[test]
+    fn wrong_numbers_are_refused_whatever_they_save() {
+        let mut table = table(1.0);
+        table.operations[0].error = Some(Error { relative: 0.03, cosine: 0.9995 });
+        for said in [BTreeMap::new(), BTreeMap::from([(Kind::WqB, Placement::Whole)])] {
+            let choice = choose(&table, &said);
+            assert_eq!(choice.placements(), BTreeMap::from([(Kind::SharedExpert, Placement::Whole)]));
+            assert!(choice.kinds[&Kind::WqB].refused.as_ref().is_some_and(|reason| reason.contains("3.00 %")));
+        }
     }
 }

@@ -42,6 +42,32 @@ pub struct Point {
     pub ms: f64,
 }
 
+/// How far one result is from another.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Error {
+    /// Norm of the difference over the norm of what it should be.
+    pub relative: f64,
+    /// Of the angle between them.
+    pub cosine: f64,
+}
+
+impl Error {
+    pub(crate) fn between(got: &[f32], want: &[f32]) -> Self {
+        let pairs = || got.iter().zip(want).map(|(a, b)| (f64::from(*a), f64::from(*b)));
+        let sum = |term: fn(f64, f64) -> f64| pairs().map(|(a, b)| term(a, b)).sum::<f64>();
+        let norms = sum(|a, _| a * a).sqrt() * sum(|_, b| b * b).sqrt();
+        Self {
+            relative: (sum(|a, b| (a - b) * (a - b)) / sum(|_, b| b * b).max(f64::MIN_POSITIVE)).sqrt(),
+            cosine: sum(|a, b| a * b) / norms.max(f64::MIN_POSITIVE),
+        }
+    }
+
+    /// Within 2 % and 0.999 (spec 9.5). What is no number is not.
+    pub fn is_small(&self) -> bool {
+        self.relative <= 0.02 && self.cosine >= 0.999
+    }
+}
+
 /// What projections of one kind and shape cost.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OperationCost {
@@ -61,6 +87,8 @@ pub struct OperationCost {
     pub whole_ms: Option<f64>,
     /// Engines and primary device together, in balance: from the hand-over to the last part.
     pub region: Option<Point>,
+    /// How far the engines' numbers are from the primary device's; none if they do not do all of it.
+    pub error: Option<Error>,
 }
 
 /// Everything that was measured for a model on a machine.
@@ -234,11 +262,12 @@ impl<'a> Operation<'a> {
 
     fn cost(&mut self, layers: usize) -> Result<OperationCost, CalibrationError> {
         let primary_ms = self.sample(|operation| operation.node())?;
-        let whole = self.placed(Placement::Whole)?;
-        let whole_ms = match &whole {
-            Some(placed) => Some(self.sample(|operation| operation.region(placed))? / placed.tiles_at_once()),
-            None => None,
-        };
+        let want = self.outputs();
+        let (mut whole_ms, mut error) = (None, None);
+        if let Some(placed) = self.placed(Placement::Whole)? {
+            whole_ms = Some(self.sample(|operation| operation.region(&placed))? / placed.tiles_at_once());
+            error = Some(Error::between(&self.outputs(), &want));
+        }
         let (mut engine, mut primary_part, mut region) = (Vec::new(), None, None);
         for fraction in FRACTIONS {
             let Some(placed) = self.placed(Placement::Split(fraction))? else { continue };
@@ -264,7 +293,12 @@ impl<'a> Operation<'a> {
         let weights = &self.projection.weights;
         let shape = [weights.iter().map(|weight| weight.rows).sum(), weights[0].cols];
         let kind = self.projection.kind.name().to_owned();
-        Ok(OperationCost { kind, shape, layers, primary_ms, primary_part, engine, whole_ms, region })
+        Ok(OperationCost { kind, shape, layers, primary_ms, primary_part, engine, whole_ms, region, error })
+    }
+
+    /// Everything that the last run wrote.
+    fn outputs(&self) -> Vec<f32> {
+        self.run.graph().node(MEASURED).outputs.iter().flat_map(|value| self.run.copy_f32(*value)).collect()
     }
 
     fn sample_part(&self) -> Option<(Arc<Procedure>, Point)> {
@@ -406,5 +440,16 @@ mod tests {
         // An engine that needs longer to start than the primary device for everything.
         assert_eq!(balance(&[point(0.25, 22.0), point(0.5, 24.0)], point(0.5, 5.0)), None);
         assert_eq!(balance(&[point(0.5, 24.0)], point(0.5, 5.0)), None, "one point is no line");
+    }
+
+    #[test]
+    fn errors_are_told_from_noise() {
+        let want: Vec<f32> = (0..100).map(|i| (i as f32 * 0.7).sin()).collect();
+        let scaled = |factor: f32| want.iter().map(|x| x * factor).collect::<Vec<f32>>();
+        assert_eq!(Error::between(&want, &want).relative, 0.0);
+        assert!(Error::between(&scaled(1.019), &want).is_small());
+        assert!(!Error::between(&scaled(1.021), &want).is_small());
+        assert!(!Error::between(&scaled(-1.0), &want).is_small());
+        assert!(!Error::between(&scaled(f32::NAN), &want).is_small());
     }
 }

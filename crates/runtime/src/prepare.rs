@@ -12,6 +12,7 @@ use troika_device::npu::{
 };
 use troika_graph::{Kind, Op, StepGraph, WeightKey, WeightRef, WeightSource};
 
+use crate::cost::Error;
 use crate::eligibility::{Eligibility, eligibility};
 use crate::partition::{Alignment, Partition};
 use crate::plan::{DeviceId, Plan, PlannedProjection, Shares, projection_key};
@@ -408,16 +409,12 @@ fn probe(device: &NpuDevice, procedure: &Arc<Procedure>, repeatable: bool) -> Re
         return differs
             .map_or(Ok(()), |at| Err(format!("quarantined: {name} gives {} instead of {}", pairs[at].0, pairs[at].1)));
     }
-    let sum =
-        |term: fn(f64, f64) -> f64| -> f64 { pairs.iter().map(|(a, b)| term(f64::from(*a), f64::from(*b))).sum() };
-    let (norms, dot) = (sum(|a, _| a * a).sqrt() * sum(|_, b| b * b).sqrt(), sum(|a, b| a * b));
-    let error = (sum(|a, b| (a - b) * (a - b)) / sum(|_, b| b * b).max(f64::MIN_POSITIVE)).sqrt();
-    let cosine = dot / norms.max(f64::MIN_POSITIVE);
-    // Written so that NaN fails.
-    if error <= 0.02 && cosine >= 0.999 {
+    let (got, want): (Vec<f32>, Vec<f32>) = pairs.into_iter().unzip();
+    let error = Error::between(&got, &want);
+    if error.is_small() {
         return Ok(());
     }
-    Err(format!("quarantined: {name} is off by {:.1} %, cosine {cosine:.4}", error * 100.0))
+    Err(format!("quarantined: {name} is off by {:.1} %, cosine {:.4}", error.relative * 100.0, error.cosine))
 }
 
 /// Roughly normal numbers, always the same.

@@ -77,7 +77,7 @@ fn expectation(choice: &Choice, tail_threshold: usize) -> String {
     let ms = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}"));
     for (kind, choice) in &choice.kinds {
         let placement = match choice.placement {
-            Placement::Primary => "cpu".to_owned(),
+            Placement::Primary => choice.refused.clone().unwrap_or_else(|| "cpu".to_owned()),
             Placement::Whole => "engines".to_owned(),
             Placement::Split(fraction) => format!("both, {:.1} % on engines", fraction * 100.0),
         };

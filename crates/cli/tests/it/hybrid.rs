@@ -54,6 +54,16 @@ fn devices_and_plans_are_shown() {
     troika(&["plan"]).fails(1, &["--npu"]);
 }
 
+#[test]
+fn the_gate_is_passed_by_the_soft_engine() {
+    let args = ["gate", "--tile", "128", "--texts", "4", "--json", "-"];
+    let report = troika(&[&args[..], &PLACED].concat()).ok().json();
+    assert_eq!((&report["tokens"], &report["distance"]["positions"]), (&1024.into(), &1024.into()), "{report}");
+    assert_eq!(report["failures"].as_array().map(Vec::len), Some(0), "{report}");
+    troika(&["gate"]).fails(1, &["--npu"]);
+    troika(&[&args[..], &PLACED, &["--tiles", "1000"]].concat()).fails(1, &["tokens", "wanted"]);
+}
+
 /// A plan that was measured once stays, and so does the class of what is kept.
 #[test]
 fn a_restart_has_the_same_plan() {
