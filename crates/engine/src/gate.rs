@@ -214,7 +214,7 @@ mod tests {
             (Distance { clear_same: 994, ..near.clone() }, "99.40 %"),
             (Distance { experts_same: 97, ..near.clone() }, "97.00 %"),
             (Distance { not_finite: 1, ..near.clone() }, "1 logits"),
-            (Distance { degenerate: 1, ..near.clone() }, "1 continuations"),
+            (Distance { degenerate: 1, ..near }, "1 continuations"),
         ] {
             let failures = far.failures();
             assert!(matches!(&failures[..], [one] if one.contains(what)), "{what}: {failures:?}");
