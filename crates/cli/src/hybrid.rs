@@ -1,14 +1,16 @@
 //! Neural engines on the command line: which, for what, and whether they must really run.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
+use troika_base::NumericClass;
 use troika_device::npu::NpuBackend;
 use troika_device::npu::soft::{Soft, SoftOptions};
-use troika_engine::{FeatureState, HybridOptions, HybridStatus, Placement};
+use troika_engine::{Choice, CostTable, FeatureState, HybridOptions, HybridStatus, Placement, choose};
 use troika_graph::Kind;
 
 /// Which engines take part in prefill, and how.
@@ -17,18 +19,27 @@ pub(crate) struct HybridArgs {
     /// A neural engine beside the CPU: `soft`, which computes on cores of its own, optionally with `:cores=N,instances=N`.
     #[arg(long, value_name = "ENGINE")]
     npu: Option<NpuSpec>,
-    /// Whether engines take part in prefill: `auto` and `on` if --npu names one, `off` never.
+    /// Whether the engines of --npu take part in prefill: `auto` if prompts are predicted to be shorter with them, `on`
+    /// always, `off` never.
     #[arg(long, value_enum, default_value_t = Hybrid::Auto)]
     hybrid: Hybrid,
     /// Rows of a tile: engines compute prefill steps of at least this many tokens.
     #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     tile: u32,
-    /// Least tokens that fill a tile up with zeros instead of going to the CPU; 0 = never.
-    #[arg(long, default_value_t = 0, value_name = "N")]
-    tail: u32,
-    /// What engines do of a kind of projection, such as `wq_b=split:0.5,wo_b=whole`; others stay as they are by default.
+    /// Least tokens that fill a tile up with zeros instead of going to the CPU; 0 = never. Without it, as measured.
+    #[arg(long, value_name = "N")]
+    tail: Option<u32>,
+    /// What engines do of a kind of projection, such as `wq_b=split:0.5,wo_b=whole`; others as measured. With `--hybrid on`
+    /// nothing is measured: then others are the CPU's, but for the shared expert (whole) and wq_b (split in half).
     #[arg(long, value_delimiter = ',', value_name = "KIND=PLACEMENT,...")]
     place: Vec<PlaceSpec>,
+    /// Measure again what projections cost on each device, even if it is known from an earlier start.
+    #[arg(long)]
+    calibrate: bool,
+    /// Folder of what was measured, so that a restart has the same plan. Without it `troika/plans` in $XDG_CACHE_HOME, or in
+    /// ~/.cache.
+    #[arg(long, value_name = "DIR")]
+    plan_dir: Option<PathBuf>,
     /// Fail if engines cannot take part; `bench` also fails unless they did what was planned for them.
     #[arg(long)]
     require_engaged: bool,
@@ -128,11 +139,18 @@ impl FromStr for PlaceSpec {
 pub(crate) struct Wish {
     pub(crate) backend: Arc<dyn NpuBackend>,
     pub(crate) options: HybridOptions,
+    /// Placements that were said.
+    pub(crate) said: BTreeMap<Kind, Placement>,
     /// Cores that the engine takes from the CPU.
     pub(crate) cores: usize,
 }
 
 impl HybridArgs {
+    /// True if there is an engine to take part.
+    pub(crate) fn names_engine(&self) -> bool {
+        self.npu.is_some() && self.hybrid != Hybrid::Off
+    }
+
     /// Starts the engine that was named, if it is to take part.
     pub(crate) fn wish(&self) -> Result<Option<Wish>> {
         let Some(NpuSpec(soft)) = self.npu else {
@@ -147,21 +165,73 @@ impl HybridArgs {
             ensure!(!self.require_engaged, "--require-engaged contradicts --hybrid off");
             return Ok(None);
         }
-        let mut placements: BTreeMap<Kind, Placement> = HybridOptions::default_placements();
+        let mut said = BTreeMap::new();
         for PlaceSpec(kind, placement) in &self.place {
-            placements.insert(*kind, *placement);
+            said.insert(*kind, *placement);
             if *kind == Kind::CsaCompressor {
-                placements.insert(Kind::HcaCompressor, *placement);
+                said.insert(Kind::HcaCompressor, *placement);
             }
         }
+        let mut placements = HybridOptions::default_placements();
+        placements.extend(said.iter().map(|(kind, placement)| (*kind, *placement)));
         let options = HybridOptions {
             tile: self.tile as usize,
-            tail_threshold: self.tail as usize,
+            tail_threshold: self.tail.unwrap_or(0) as usize,
             placements,
             memory_bytes: u64::MAX,
         };
         let backend = Arc::new(Soft::start(soft).context("the soft engine does not start")?);
-        Ok(Some(Wish { backend, options, cores: soft.cores * soft.instances }))
+        Ok(Some(Wish { backend, options, said, cores: soft.cores * soft.instances }))
+    }
+
+    /// True if what is not said is to be measured.
+    fn measures(&self, wish: &Wish, class: NumericClass) -> bool {
+        let limits = wish.backend.limits();
+        let tile = wish.options.tile;
+        // What cannot be is found out, with its reason, when engines are prepared.
+        let is_possible =
+            class == NumericClass::Fast && tile >= limits.min_tile && tile.is_multiple_of(limits.tile_multiple);
+        is_possible && (self.hybrid == Hybrid::Auto || self.place.is_empty())
+    }
+
+    /// Completes the wish by what was measured, and returns what is expected of it; `None` if all was said. `measure` is
+    /// asked for the costs, given the folder where they are kept and whether to measure afresh.
+    pub(crate) fn complete(
+        &self,
+        wish: &mut Wish,
+        class: NumericClass,
+        measure: impl FnOnce(Option<&Path>, bool) -> Result<CostTable>,
+    ) -> Result<Option<Choice>> {
+        if !self.measures(wish, class) {
+            return Ok(None);
+        }
+        let choice = choose(&measure(self.plan_dir.as_deref(), self.calibrate)?, &wish.said);
+        for (kind, refused) in choice.kinds.iter().filter_map(|(kind, choice)| Some((kind, choice.refused.as_ref()?))) {
+            tracing::warn!(kind = kind.name(), reason = refused, "the engine's numbers are wrong; the CPU does it");
+            wish.options.placements.remove(kind);
+        }
+        let placements = choice.placements();
+        if placements.is_empty() {
+            tracing::warn!("no projection is faster with the engines; they get what they have by default");
+        } else {
+            wish.options.placements = placements;
+        }
+        if self.tail.is_none() {
+            wish.options.tail_threshold = choice.tail_threshold;
+        }
+        Ok(Some(choice))
+    }
+
+    /// Why engines are better left out, by what is expected of them.
+    pub(crate) fn decline(&self, choice: &Choice, threads: usize) -> Option<String> {
+        (self.hybrid == Hybrid::Auto && !choice.pays()).then(|| {
+            let (hybrid, alone) = (choice.hybrid_ms, choice.alone_ms);
+            let threads = if threads == 1 { "its thread".to_owned() } else { format!("all {threads} threads") };
+            format!(
+                "auto: a tile would take {hybrid:.1} ms with engines and takes {alone:.1} ms on the CPU with {threads}; \
+                 --hybrid on insists"
+            )
+        })
     }
 
     /// Fails if engines must take part and cannot.

@@ -5,6 +5,7 @@ mod commands;
 mod hybrid;
 mod memory;
 mod model_source;
+mod plan_file;
 mod progress;
 mod report;
 mod size;
@@ -39,6 +40,7 @@ enum Command {
     Explain(commands::explain::Args),
     Devices(commands::devices::Args),
     Plan(commands::plan::Args),
+    Gate(commands::gate::Args),
     Synth(commands::synth::Args),
     Cache(commands::cache::Args),
 }
@@ -65,6 +67,7 @@ fn main() -> ExitCode {
         Command::Explain(args) => commands::explain::run(&args),
         Command::Devices(args) => commands::devices::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
+        Command::Gate(args) => commands::gate::run(&args),
         Command::Synth(args) => commands::synth::run(&args),
         Command::Cache(args) => commands::cache::run(&args),
     };

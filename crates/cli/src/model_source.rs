@@ -9,13 +9,16 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use sha2::{Digest, Sha256};
 use troika_base::NumericClass;
-use troika_device::cpu::CpuLevel;
+use troika_device::cpu::{CpuLevel, CpuOptions};
 use troika_device::map_file;
-use troika_engine::{Engines, Record, Runner, RunnerOptions, Stage, plan_engines};
+use troika_engine::{
+    Calibration, Choice, Engines, Record, Runner, RunnerOptions, Stage, calibrate_engines, plan_engines,
+};
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
 use crate::hybrid::{HybridArgs, Wish};
+use crate::plan_file::{Key, PlanFile};
 use crate::{builtin, progress};
 
 /// Which model, and how it is computed.
@@ -142,10 +145,17 @@ impl OpenModel {
 
     /// As [`Self::runner`], with the neural engines that the command line names.
     pub(crate) fn hybrid_runner(&self, mut options: RunnerOptions, hybrid: &HybridArgs) -> Result<Runner> {
-        let Some(wish) = hybrid.wish()? else { return self.runner(options) };
-        if options.cpu.threads == 0 {
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            options.cpu.threads = cores.saturating_sub(wish.cores).max(1);
+        let Some(mut wish) = hybrid.wish()? else { return self.runner(options) };
+        let alone = options;
+        options.cpu = beside(options.cpu, &wish);
+        if let Some(choice) = self.expect_of_engines(hybrid, &mut wish, &alone)?
+            && let Some(reason) = hybrid.decline(&choice, threads_of(alone.cpu))
+        {
+            tracing::info!(reason, "engines take no part");
+            let mut runner = self.runner(alone)?;
+            runner.set_unavailable(reason);
+            hybrid.check_available(&runner.feature())?;
+            return Ok(runner);
         }
         let spinner = progress::spinner(format!("loading {}", self.name));
         let mut show = |stage: Stage, done: usize, total: usize| {
@@ -157,6 +167,40 @@ impl OpenModel {
         spinner.finish_and_clear();
         hybrid.check_available(&runner.feature())?;
         Ok(runner)
+    }
+
+    /// Completes a wish by what was measured now or at an earlier start. `alone` is the CPU without engines.
+    pub(crate) fn expect_of_engines(
+        &self,
+        hybrid: &HybridArgs,
+        wish: &mut Wish,
+        alone: &RunnerOptions,
+    ) -> Result<Option<Choice>> {
+        let backend = Arc::clone(&wish.backend);
+        let tile = wish.options.tile;
+        let (cpu, cpu_alone) = (beside(alone.cpu, wish), alone.cpu);
+        hybrid.complete(wish, alone.class, |dir, afresh| {
+            let calibration = Calibration { backend: &backend, tile, cpu, cpu_alone };
+            let digest = self.digests()?[0].iter().map(|byte| format!("{byte:02x}")).collect();
+            let file = PlanFile::of(dir, Key::new(digest, &calibration));
+            if let Some(table) = file.as_ref().filter(|_| !afresh).and_then(PlanFile::read) {
+                return Ok(table);
+            }
+            let bar = progress::steps(0);
+            bar.set_message("measuring projections");
+            let mut show = |done: usize, total: usize| {
+                bar.set_length(total as u64);
+                bar.set_position(done as u64);
+            };
+            let (config, facts) = (self.config.model.clone(), self.facts.clone());
+            let table = calibrate_engines(config, facts, &self.weights, &calibration, &mut show)
+                .context("cannot measure the engines; --hybrid off does without them")?;
+            bar.finish_and_clear();
+            let Some(file) = file else { return Ok(table) };
+            file.write(&table);
+            // As a restart will read it, to the last digit: it must choose the same.
+            Ok(file.read().unwrap_or(table))
+        })
     }
 
     /// What engines would do of the model's projections.
@@ -226,6 +270,21 @@ impl OpenModel {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok((1.0, 1.0)),
             Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
         }
+    }
+}
+
+/// The CPU beside engines: unless threads were said, what is left of the cores.
+fn beside(mut cpu: CpuOptions, wish: &Wish) -> CpuOptions {
+    if cpu.threads == 0 {
+        cpu.threads = threads_of(cpu).saturating_sub(wish.cores).max(1);
+    }
+    cpu
+}
+
+fn threads_of(cpu: CpuOptions) -> usize {
+    match cpu.threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        threads => threads,
     }
 }
 

@@ -7,7 +7,6 @@ use serde::Serialize;
 use troika_runtime::plan::Shares;
 use troika_runtime::{DeviceId, FeatureState, Ledger};
 
-use crate::engine::core::StepRunner;
 use crate::runner::Runner;
 
 /// Whether engines really take part, and in what.

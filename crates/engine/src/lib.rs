@@ -6,19 +6,26 @@
 #![warn(missing_docs)]
 
 pub mod api;
+mod calibration;
 mod engine;
+mod gate;
 mod hybrid;
 mod memory;
 mod runner;
 mod sampler;
 
+pub use calibration::{Calibration, calibrate_engines};
 pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
+pub use gate::{Distance, distance};
 pub use hybrid::{HybridStatus, KindCounts, KindPlan};
 pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};
 // What callers say about neural engines, and hear of them.
 pub use troika_runtime::prepare::{Record, Stage};
-pub use troika_runtime::{DeviceId, FeatureState, HybridOptions, Ledger, Operations, Placement, Priority};
+pub use troika_runtime::{
+    CalibrationError, Choice, CostTable, DeviceId, FeatureState, HybridOptions, KindChoice, Ledger, Operations,
+    Placement, Priority, choose,
+};

@@ -278,6 +278,11 @@ impl Runner {
         self.executor.feature().state()
     }
 
+    /// Takes note that engines were wished for and take no part.
+    pub fn set_unavailable(&mut self, reason: String) {
+        self.executor.set_unavailable(reason);
+    }
+
     /// What was found out about each projection when engines were prepared; empty if none were wished for.
     pub fn records(&self) -> &[Record] {
         &self.records
@@ -685,7 +690,7 @@ pub fn plan_engines(
 }
 
 /// A prefill step of one tile with every projection there is.
-fn tile_graph(emitter: &Emitter, class: NumericClass, tile: usize) -> StepGraph {
+pub(crate) fn tile_graph(emitter: &Emitter, class: NumericClass, tile: usize) -> StepGraph {
     let (rows, debug_blocks) = (tile.max(1), None);
     emitter.trunk(&StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks })
 }

@@ -290,6 +290,14 @@ impl Kind {
         }
     }
 
+    /// Kinds of projections that neural engines may take part in.
+    pub fn projections() -> [Self; 10] {
+        use Kind::{
+            CsaCompressor, HcaCompressor, IndexerCompressor, IndexerWqB, SharedExpert, Wkv, WoA, WoB, WqA, WqB,
+        };
+        [WqA, WqB, Wkv, WoA, WoB, CsaCompressor, HcaCompressor, IndexerWqB, IndexerCompressor, SharedExpert]
+    }
+
     /// The kind of the projection with this weight.
     pub fn of_projection(role: Role) -> Self {
         match role {

@@ -3,6 +3,8 @@
 //! Must not know tokens' meaning, requests or HTTP. Read [`executor`] next, then [`prepare`] for how a plan with neural
 //! engines comes about and [`feature`] for how one sees that it runs.
 
+pub mod choose;
+pub mod cost;
 pub mod eligibility;
 pub mod executor;
 pub mod feature;
@@ -13,6 +15,8 @@ pub mod prepare;
 pub mod span;
 mod template;
 
+pub use choose::{Choice, KindChoice, choose};
+pub use cost::{CalibrationError, CostTable, calibrate};
 pub use executor::{Executor, ExecutorError, FinishedStep, Step, Ticket};
 pub use feature::{Feature, FeatureState};
 pub use ledger::{Entry, Fallback, Ledger, Operations};

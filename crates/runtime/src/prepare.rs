@@ -12,6 +12,7 @@ use troika_device::npu::{
 };
 use troika_graph::{Kind, Op, StepGraph, WeightKey, WeightRef, WeightSource};
 
+use crate::cost::Error;
 use crate::eligibility::{Eligibility, eligibility};
 use crate::partition::{Alignment, Partition};
 use crate::plan::{DeviceId, Plan, PlannedProjection, Shares, projection_key};
@@ -156,7 +157,7 @@ fn admit(records: &mut [Record], memory_bytes: u64) {
 }
 
 /// One cut per weight; a shared expert has none, since its tiles go to the instances in turn.
-fn partitions(eligibility: &Eligibility, wish: Placement, limits: &Limits) -> Option<Vec<Partition>> {
+pub(crate) fn partitions(eligibility: &Eligibility, wish: Placement, limits: &Limits) -> Option<Vec<Partition>> {
     if eligibility.kind == Kind::SharedExpert {
         return (wish == Placement::Whole).then(Vec::new);
     }
@@ -280,47 +281,76 @@ fn pack_all(
     for (done, index) in admitted.iter().enumerate() {
         progress(Stage::Packing, done, admitted.len());
         let Record { eligibility, placement, .. } = &records[*index];
-        let Eligibility { key, kind, weights, groups, .. } = eligibility;
+        let Eligibility { key, kind, weights, .. } = eligibility;
         let packed: Vec<Arc<ChannelWeights>> = weights
             .iter()
             .map(|weight| source.tensor(weight.key).expect("the dry run has seen it"))
             .map(|tensor| Arc::new(pack(&tensor)))
             .collect();
-        let mut procedure = |name: String, body: Body| {
-            let id = ProcedureId(next_id);
-            next_id += 1;
-            Arc::new(Procedure { id, name, tile, body })
-        };
-        if *kind == Kind::SharedExpert {
-            let node = graph.nodes().iter().find(|node| projection_key(&node.op) == Some(*key));
-            let Some(Op::SharedExpert { limit, .. }) = node.map(|node| &node.op) else { unreachable!("of this graph") };
-            let [w1, w2, w3] = [0, 1, 2].map(|i| Arc::clone(&packed[i]));
-            let whole = procedure(key.to_string(), Body::SharedExpert { w1, w2, w3, limit: *limit });
-            let engine = vec![whole; limits.instances];
-            let (record, key, kind) = (*index, *key, *kind);
-            let (primary, turns, compiled) = (None, true, Vec::new());
-            candidates.push(Candidate { record, key, kind, engine, primary, turns, compiled });
-            continue;
-        }
-        let cuts = partitions(eligibility, *placement, limits).expect("the dry run has seen it");
-        let mut part = |of: &dyn Fn(&Partition) -> std::ops::Range<usize>| {
-            let products: Vec<Product> = packed
-                .iter()
-                .zip(&cuts)
-                .map(|(weights, cut)| Product { weights: Arc::clone(weights), channels: of(cut) })
-                .collect();
-            let channels = products.iter().map(|p| format!("{}..{}", p.channels.start, p.channels.end));
-            let name = format!("{key}[{}]", channels.collect::<Vec<_>>().join(","));
-            procedure(name, Body::Products { groups: *groups, products })
-        };
-        let engine = (0..cuts[0].instances.len()).map(|i| part(&|cut| cut.instances[i].clone())).collect();
-        let has_rest = cuts.iter().any(|cut| !cut.primary.is_empty());
-        let primary = has_rest.then(|| part(&|cut| cut.primary.clone()));
-        let (record, key, kind, turns, compiled) = (*index, *key, *kind, false, Vec::new());
-        candidates.push(Candidate { record, key, kind, engine, primary, turns, compiled });
+        let cut = cut_into_procedures(graph, eligibility, *placement, &packed, limits, tile, &mut next_id);
+        let Cut { engine, primary, turns } = cut.expect("the dry run has seen it");
+        candidates.push(Candidate {
+            record: *index,
+            key: *key,
+            kind: *kind,
+            engine,
+            primary,
+            turns,
+            compiled: Vec::new(),
+        });
     }
     progress(Stage::Packing, admitted.len(), admitted.len());
     candidates
+}
+
+/// The procedures of one projection.
+pub(crate) struct Cut {
+    /// What each instance loads.
+    pub(crate) engine: Vec<Arc<Procedure>>,
+    /// The primary device's part of a split.
+    pub(crate) primary: Option<Arc<Procedure>>,
+    /// Tiles go to the instances in turn.
+    pub(crate) turns: bool,
+}
+
+/// Cuts a projection with these packed weights as `placement` says; `None` if that is no valid cut.
+pub(crate) fn cut_into_procedures(
+    graph: &StepGraph,
+    eligibility: &Eligibility,
+    placement: Placement,
+    packed: &[Arc<ChannelWeights>],
+    limits: &Limits,
+    tile: usize,
+    next_id: &mut u32,
+) -> Option<Cut> {
+    let Eligibility { key, kind, groups, .. } = eligibility;
+    let cuts = partitions(eligibility, placement, limits)?;
+    let mut procedure = |name: String, body: Body| {
+        let id = ProcedureId(*next_id);
+        *next_id += 1;
+        Arc::new(Procedure { id, name, tile, body })
+    };
+    if *kind == Kind::SharedExpert {
+        let node = graph.nodes().iter().find(|node| projection_key(&node.op) == Some(*key));
+        let Some(Op::SharedExpert { limit, .. }) = node.map(|node| &node.op) else { unreachable!("of this graph") };
+        let [w1, w2, w3] = [0, 1, 2].map(|i| Arc::clone(&packed[i]));
+        let whole = procedure(key.to_string(), Body::SharedExpert { w1, w2, w3, limit: *limit });
+        return Some(Cut { engine: vec![whole; limits.instances], primary: None, turns: true });
+    }
+    let mut part = |of: &dyn Fn(&Partition) -> std::ops::Range<usize>| {
+        let products: Vec<Product> = packed
+            .iter()
+            .zip(&cuts)
+            .map(|(weights, cut)| Product { weights: Arc::clone(weights), channels: of(cut) })
+            .collect();
+        let channels = products.iter().map(|p| format!("{}..{}", p.channels.start, p.channels.end));
+        let name = format!("{key}[{}]", channels.collect::<Vec<_>>().join(","));
+        procedure(name, Body::Products { groups: *groups, products })
+    };
+    let engine = (0..cuts[0].instances.len()).map(|i| part(&|cut| cut.instances[i].clone())).collect();
+    let has_rest = cuts.iter().any(|cut| !cut.primary.is_empty());
+    let primary = has_rest.then(|| part(&|cut| cut.primary.clone()));
+    Some(Cut { engine, primary, turns: false })
 }
 
 /// Compiles everything now, so that no prompt waits for it; what the engine refuses is left out.
@@ -379,20 +409,16 @@ fn probe(device: &NpuDevice, procedure: &Arc<Procedure>, repeatable: bool) -> Re
         return differs
             .map_or(Ok(()), |at| Err(format!("quarantined: {name} gives {} instead of {}", pairs[at].0, pairs[at].1)));
     }
-    let sum =
-        |term: fn(f64, f64) -> f64| -> f64 { pairs.iter().map(|(a, b)| term(f64::from(*a), f64::from(*b))).sum() };
-    let (norms, dot) = (sum(|a, _| a * a).sqrt() * sum(|_, b| b * b).sqrt(), sum(|a, b| a * b));
-    let error = (sum(|a, b| (a - b) * (a - b)) / sum(|_, b| b * b).max(f64::MIN_POSITIVE)).sqrt();
-    let cosine = dot / norms.max(f64::MIN_POSITIVE);
-    // Written so that NaN fails.
-    if error <= 0.02 && cosine >= 0.999 {
+    let (got, want): (Vec<f32>, Vec<f32>) = pairs.into_iter().unzip();
+    let error = Error::between(&got, &want);
+    if error.is_small() {
         return Ok(());
     }
-    Err(format!("quarantined: {name} is off by {:.1} %, cosine {cosine:.4}", error * 100.0))
+    Err(format!("quarantined: {name} is off by {:.1} %, cosine {:.4}", error.relative * 100.0, error.cosine))
 }
 
 /// Roughly normal numbers, always the same.
-fn noise(len: usize) -> Vec<f32> {
+pub(crate) fn noise(len: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15u64;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

@@ -5,6 +5,7 @@ pub(crate) mod cache;
 pub(crate) mod devices;
 pub(crate) mod eval;
 pub(crate) mod explain;
+pub(crate) mod gate;
 pub(crate) mod inspect;
 pub(crate) mod launch;
 pub(crate) mod logits;

@@ -1,11 +1,12 @@
-//! `troika plan`: what neural engines would do of a model, before any weight is prepared.
+//! `troika plan`: what neural engines would do of a model, and what is expected of it.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
+use troika_base::NumericClass;
 use troika_base::units::human_bytes;
-use troika_engine::{Placement, Record};
+use troika_engine::{Choice, Placement, Record};
 
 use crate::hybrid::HybridArgs;
 use crate::model_source::ModelArgs;
@@ -13,7 +14,8 @@ use crate::report;
 
 /// Show which projections neural engines would take part in, with how many channels and bytes, and why not in others.
 ///
-/// Nothing is prepared: the table comes from the shapes and formats of the stored tensors.
+/// The table comes from the shapes and formats of the stored tensors; what they cost is measured on one projection of each
+/// kind, unless an earlier start did that.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
@@ -32,8 +34,11 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let wish = args.hybrid.wish()?.context("no engine is named: use --npu, such as --npu soft")?;
-    let records = args.model.open()?.plan_engines(&wish);
+    let mut wish = args.hybrid.wish()?.context("no engine is named: use --npu, such as --npu soft")?;
+    let model = args.model.open()?;
+    let options = args.model.runner_options(NumericClass::Fast);
+    let choice = model.expect_of_engines(&args.hybrid, &mut wish, &options)?;
+    let records = model.plan_engines(&wish);
     let (tile, instances) = (wish.options.tile, wish.backend.limits().instances);
     let mut rows: BTreeMap<[String; 5], Row> = BTreeMap::new();
     for record in &records {
@@ -55,8 +60,45 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             row.multiply_adds as f64 * 2e-9
         );
     }
+    text += &choice.map_or_else(
+        || "\nnothing was measured: all placements were said\n".to_owned(),
+        |choice| expectation(&choice, wish.options.tail_threshold),
+    );
     report::print(&text)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What was measured and what is predicted of it, milliseconds of one tile.
+fn expectation(choice: &Choice, tail_threshold: usize) -> String {
+    let mut text = format!(
+        "\nmilliseconds of a tile, all layers\n{:<22}{:>10}{:>10}{:>10}{:>10}  {}\n",
+        "projection", "cpu", "engines", "both", "expected", "placement"
+    );
+    let ms = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}"));
+    for (kind, choice) in &choice.kinds {
+        let placement = match choice.placement {
+            Placement::Primary => choice.refused.clone().unwrap_or_else(|| "cpu".to_owned()),
+            Placement::Whole => "engines".to_owned(),
+            Placement::Split(fraction) => format!("both, {:.1} % on engines", fraction * 100.0),
+        };
+        text += &format!(
+            "{:<22}{:>10.2}{:>10}{:>10}{:>10.2}  {placement}\n",
+            kind.name(),
+            choice.primary_ms,
+            ms(choice.whole_ms),
+            ms(choice.split_ms),
+            choice.expected_ms
+        );
+    }
+    let tail = match tail_threshold {
+        0 => "remainders go to the CPU".to_owned(),
+        threshold => format!("remainders of at least {threshold} tokens fill up a tile"),
+    };
+    let verdict = if choice.pays() { "engines make it shorter" } else { "engines do not make it shorter" };
+    let (hybrid, alone) = (choice.hybrid_ms, choice.alone_ms);
+    text + &format!(
+        "predicted: {hybrid:.1} ms a tile with engines, {alone:.1} ms on the CPU alone: {verdict}; {tail}\n"
+    )
 }
 
 /// Kind, shape, channels of all engines, channels of the CPU, note.
@@ -68,7 +110,7 @@ fn cells(record: &Record, instances: usize) -> [String; 5] {
         (Some(reason), _) => reason.clone(),
         (None, Placement::Primary) => match &record.eligibility.reason {
             Some(reason) => reason.clone(),
-            None => "stays with the CPU by default".to_owned(),
+            None => "stays with the CPU".to_owned(),
         },
         (None, Placement::Whole) if record.eligibility.kind == troika_graph::Kind::SharedExpert && instances > 1 => {
             "whole; tiles go to the instances in turn".to_owned()

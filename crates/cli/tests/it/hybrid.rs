@@ -5,13 +5,16 @@ use crate::support::troika;
 const BENCH: [&str; 9] =
     ["bench", "in-process", "--prompt-lengths", "129", "--rounds", "1", "--generate", "2", "--threads=1"];
 
+/// Nothing is measured.
+const PLACED: [&str; 6] = ["--npu", "soft", "--hybrid", "on", "--place", "shared=whole"];
+
 fn bench(more: &[&str]) -> Vec<&'static str> {
     BENCH.into_iter().chain(more.iter().map(|arg| &*Box::leak(arg.to_string().into_boxed_str()))).collect()
 }
 
 #[test]
 fn a_bench_with_engines_shows_what_they_did() {
-    let args = bench(&["--npu", "soft", "--tile", "64", "--chunk", "64", "--require-engaged", "--json", "-"]);
+    let args = bench(&[&PLACED[..], &["--tile", "64", "--chunk", "64", "--require-engaged", "--json", "-"]].concat());
     let json = troika(&args).ok().json();
     let hybrid = &json["hybrid"];
     assert_eq!(hybrid["state"], "engaged");
@@ -29,7 +32,7 @@ fn a_bench_with_engines_shows_what_they_did() {
 
 #[test]
 fn acceptance_02_and_17_engines_that_never_run_are_not_engaged() {
-    let narrow = ["--npu", "soft", "--tile", "128", "--chunk", "64"];
+    let narrow = [&PLACED[..], &["--tile", "128", "--chunk", "64"]].concat();
     troika(&bench(&narrow)).ok();
     let args = bench(&[&narrow[..], &["--require-engaged"]].concat());
     troika(&args).fails(1, &["NOT ENGAGED", "idle"]);
@@ -43,8 +46,9 @@ fn acceptance_02_and_17_engines_that_never_run_are_not_engaged() {
 fn devices_and_plans_are_shown() {
     let devices = troika(&["devices"]).ok().stdout;
     assert!(devices.contains("cpu ") && devices.contains("soft "), "{devices}");
-    let plan = troika(&["plan", "--npu", "soft:instances=2", "--place", "wo_b=whole"]).ok().stdout;
-    for part in ["soft x 2", "wq_b", "split: 0.500", "shared expert", "in turn", "by default"] {
+    let said = ["plan", "--npu", "soft:instances=2", "--hybrid", "on", "--place", "wo_b=whole"];
+    let plan = troika(&said).ok().stdout;
+    for part in ["soft x 2", "wq_b", "split: 0.500", "shared expert", "in turn", "stays with", "nothing was measured"] {
         assert!(plan.contains(part), "no `{part}` in: {plan}");
     }
     troika(&["plan"]).fails(1, &["--npu"]);
@@ -75,4 +79,46 @@ fn a_comparison_with_engines_is_hybrid() {
 fn a_server_whose_steps_are_narrower_than_tiles_says_so_at_once() {
     let args = ["serve", "--port", "0", "--npu", "soft", "--tile", "128", "--chunk", "64", "--require-engaged"];
     troika(&args).fails(1, &["NOT ENGAGED", "idle(step_limit)"]);
+}
+
+#[test]
+fn the_gate_is_passed_by_the_soft_engine() {
+    let args = ["gate", "--tile", "128", "--texts", "4", "--json", "-"];
+    let report = troika(&[&args[..], &PLACED].concat()).ok().json();
+    assert_eq!((&report["tokens"], &report["distance"]["positions"]), (&1024.into(), &1024.into()), "{report}");
+    assert_eq!(report["failures"].as_array().map(Vec::len), Some(0), "{report}");
+    troika(&["gate"]).fails(1, &["--npu"]);
+    troika(&[&args[..], &PLACED, &["--tiles", "1000"]].concat()).fails(1, &["tokens", "wanted"]);
+}
+
+/// A plan that was measured once stays, and so does the class of what is kept.
+#[test]
+fn a_restart_has_the_same_plan() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let dir_name = dir.path().to_str().expect("a name of letters");
+    let measured = ["--npu", "soft", "--hybrid", "on", "--tile", "64", "--chunk", "64", "--plan-dir", dir_name];
+    let hybrid = || troika(&bench(&[&measured[..], &["--json", "-"]].concat())).ok().json()["hybrid"].clone();
+    let first = hybrid();
+    assert_eq!(first["state"], "engaged");
+    assert_eq!(hybrid()["numeric_class"], first["numeric_class"]);
+    let files: Vec<_> =
+        std::fs::read_dir(dir.path()).expect("readable").map(|file| file.expect("there").path()).collect();
+    let [file] = &files[..] else { panic!("one file per model, machine and tile: {files:?}") };
+    let text = std::fs::read_to_string(file).expect("readable");
+    // A CPU that is 100 times as fast without engines: `auto` leaves them out, and says why.
+    let mut content: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    content["costs"]["speedup_alone"] = 100.into();
+    std::fs::write(file, content.to_string()).expect("writable");
+    let auto = measured.map(|arg| if arg == "on" { "auto" } else { arg });
+    troika(&bench(&[&auto[..], &["--require-engaged"]].concat())).fails(1, &["NOT ENGAGED", "auto", "--hybrid on"]);
+    let plan = ["plan", "--threads=1", "--npu", "soft", "--tile", "64", "--plan-dir", dir_name];
+    let plan = troika(&plan).ok().stdout;
+    for part in ["milliseconds of a tile", "wq_b", "predicted:", "do not make it shorter"] {
+        assert!(plan.contains(part), "no `{part}` in: {plan}");
+    }
+    // Measured afresh, the file is what it was: without the factor of 100.
+    troika(&bench(&[&measured[..], &["--calibrate"]].concat())).ok();
+    let text = std::fs::read_to_string(file).expect("readable");
+    let content: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert!(content["costs"]["speedup_alone"].as_f64().is_some_and(|factor| factor < 50.0), "{text}");
 }

@@ -343,7 +343,7 @@ fn what_was_decoded_before_a_preemption_is_decoded_again() {
         scheduler.check_invariants();
         let chunks: Vec<_> = plan.parts.iter().map(|p| (p.request, p.chunk.start, p.chunk.width)).collect();
         if !chunks.is_empty() {
-            scheduler.complete(lane, 0, 1, 1);
+            scheduler.complete(plan.number, 0, 1, 1);
         }
         (chunks, plan.preempted)
     };
