@@ -7,7 +7,7 @@ use anyhow::{Result, bail, ensure};
 use serde::Serialize;
 use troika_base::NumericClass;
 use troika_bench::corpus::{Corpus, Tokens};
-use troika_engine::{Distance, FeatureState, RunnerOptions, StepRunner as _, distance};
+use troika_engine::{Distance, FeatureState, RunnerOptions, distance};
 
 use crate::hybrid::HybridArgs;
 use crate::model_source::ModelArgs;

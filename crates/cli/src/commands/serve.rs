@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 use tokio::net::TcpListener;
 use troika_base::NumericClass;
 use troika_engine::api::Generator;
-use troika_engine::{DiskTier, Engine, EngineOptions, StepRunner};
+use troika_engine::{DiskTier, Engine, EngineOptions};
 use troika_kvstore::Store;
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 

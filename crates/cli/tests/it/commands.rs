@@ -198,8 +198,20 @@ fn reports_are_json_with_the_promised_keys() {
     troika(&args).ok();
     let bench: serde_json::Value = serde_json::from_slice(&std::fs::read(&out).expect("written")).expect("JSON");
     assert_eq!(bench["cpu_level"], CpuLevel::best().name());
-    let scalar =
-        ["bench", "--model", &model, "--prompt-lengths", "4", "--generate", "2", "--rounds", "1", "--json", "-"];
+    let scalar = [
+        "bench",
+        "in-process",
+        "--model",
+        &model,
+        "--prompt-lengths",
+        "4",
+        "--generate",
+        "2",
+        "--rounds",
+        "1",
+        "--json",
+        "-",
+    ];
     let scalar = troika(&[&scalar[..], &["--cpu-level", "scalar"]].concat()).ok().json();
     assert_eq!(
         (&scalar["cpu_level"], scalar["device"].as_str().map(|name| name.ends_with("Scalar"))),

@@ -77,7 +77,20 @@ fn a_comparison_with_engines_is_hybrid() {
 /// An engine that a narrow `--chunk` leaves without work does not pass for one that works.
 #[test]
 fn a_server_whose_steps_are_narrower_than_tiles_says_so_at_once() {
-    let args = ["serve", "--port", "0", "--npu", "soft", "--tile", "128", "--chunk", "64", "--require-engaged"];
+    let args = [
+        "serve",
+        "--port",
+        "0",
+        "--npu",
+        "soft",
+        "--hybrid",
+        "on",
+        "--tile",
+        "128",
+        "--chunk",
+        "64",
+        "--require-engaged",
+    ];
     troika(&args).fails(1, &["NOT ENGAGED", "idle(step_limit)"]);
 }
 

@@ -18,7 +18,10 @@ fn resident_bytes(pid: u32) -> u64 {
 /// Prompts whose ids spread over the vocabulary, so that every expert and every part of the embedding is read. What steps
 /// needed and gave back is partly kept by the allocator, which makes some megabytes of the difference, and a program that
 /// was built for tests is larger than one that serves.
+///
+/// Not run with the others: what a program built for tests has resident beside many others is not what `inspect` foresees.
 #[test]
+#[ignore = "resident memory of a release build on a quiet machine: cargo nextest run --release -p troika --run-ignored only memory"]
 fn a_server_takes_the_memory_that_was_foreseen() {
     /// Most that the two may differ, of the larger one.
     const BOUND: f64 = 0.15;
