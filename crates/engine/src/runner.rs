@@ -581,9 +581,7 @@ impl Runner {
         }
         Arc::clone(&self.templates.last().expect("found or pushed").1)
     }
-}
 
-impl Runner {
     /// Name of the arithmetic of prompts: the class of the primary device, and the plan's digest if engines take part.
     pub fn numeric_class(&self) -> String {
         match self.executor.plan().digest() {

@@ -22,7 +22,8 @@ use crate::size::Size;
 /// Serve a model over HTTP, compatible with OpenAI's and Anthropic's clients.
 ///
 /// Routes: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics,
-/// /troika/requests/ID, /openapi.json, and a web page at /. Ctrl-C or SIGTERM lets running answers finish for a few seconds and exits with 0; a second signal ends at once.
+/// /troika/requests/ID, /openapi.json, and a web page at /. Ctrl-C or SIGTERM lets running answers finish for a few seconds and
+/// exits with 0; a second signal ends at once.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]

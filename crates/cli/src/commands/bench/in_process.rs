@@ -18,8 +18,9 @@ use crate::{progress, report};
 
 /// Measure the engine alone, in this process: a quick look, and device time by operation.
 ///
-/// One arm, no server and no text: to compare features, use `troika bench`. Each round runs every prompt length once, so that a slow minute of the machine touches all of them; the first round is a
-/// warm-up and is thrown away. Rates are medians. Loading and text handling are outside the clock.
+/// One arm, no server and no text: to compare features, use `troika bench`. Each round runs every prompt length once, so that
+/// a slow minute of the machine touches all of them; the first round is a warm-up and is thrown away. Rates are medians.
+/// Loading and text handling are outside the clock.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
