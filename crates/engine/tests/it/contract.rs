@@ -84,10 +84,12 @@ fn neighbours(class: NumericClass) {
         let mut fed = [0; 3];
         let mut turn = 0;
         while fed.iter().zip(&prompts).any(|(fed, prompt)| *fed < prompt.len()) {
-            // A chunk of some of the sequences, of any size; at least one token.
+            // A chunk of some of the sequences, of any size. Every fourth turn feeds each at least one token: the
+            // sizes repeat, and those that fall to one sequence may all be nought.
+            let least = usize::from(turn % 4 == 3);
             let mut parts = Vec::new();
             for index in 0..prompts.len() {
-                let size = sizes[(turn * 3 + index) % sizes.len()].max(usize::from(sizes.iter().all(|s| *s == 0)));
+                let size = sizes[(turn * 3 + index) % sizes.len()].max(least);
                 let end = (fed[index] + size).min(prompts[index].len());
                 if end > fed[index] {
                     parts.push((index, fed[index]..end));
