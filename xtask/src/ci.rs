@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
+use crate::cross::{self, Checked};
 use crate::instructions::{self, Counted};
 use crate::repo::{Repo, cargo};
 use crate::tidy;
@@ -19,13 +20,14 @@ enum Outcome {
 /// Runs every step; prints its name before and all times after.
 pub(crate) fn run(repo: &Repo) -> anyhow::Result<bool> {
     type Step = (&'static str, fn(&Repo) -> anyhow::Result<Outcome>);
-    let steps: [Step; 6] = [
+    let steps: [Step; 7] = [
         ("fmt", fmt),
         ("tidy", tidy_up),
         ("clippy", clippy),
         ("doc tests", doc_tests),
         ("tests", tests),
         ("counts", counts),
+        ("cross", cross),
     ];
     let mut done: Vec<(&str, Outcome, Duration)> = Vec::new();
     let mut all_passed = true;
@@ -121,6 +123,14 @@ fn counts(repo: &Repo) -> anyhow::Result<Outcome> {
         Counted::Same => Outcome::Passed,
         Counted::Differs => Outcome::Failed,
         Counted::Skipped(why) => Outcome::Skipped(why),
+    })
+}
+
+fn cross(repo: &Repo) -> anyhow::Result<Outcome> {
+    Ok(match cross::run(repo)? {
+        Checked::Clean => Outcome::Passed,
+        Checked::Wrong => Outcome::Failed,
+        Checked::Skipped(why) => Outcome::Skipped(why),
     })
 }
 

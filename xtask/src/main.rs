@@ -3,6 +3,7 @@
 //! Read [`ci`] for what a change must pass, [`tidy`] for the rules that no compiler checks.
 
 mod ci;
+mod cross;
 mod golden;
 mod instructions;
 mod repo;
@@ -10,13 +11,15 @@ mod tidy;
 
 use std::process::ExitCode;
 
+use cross::Checked;
 use instructions::Counted;
 use repo::Repo;
 
 const HELP: &str = "\
 Usage: cargo xtask CHORE
 
-  ci                      everything a change must pass: fmt, tidy, clippy, doc tests, tests
+  ci                      everything a change must pass: fmt, tidy, clippy, doc tests, tests, counts, cross
+  cross                   type-check and lint the workspace for aarch64-apple-darwin
   tidy                    the rules that no compiler checks: crate arrows, licences, sources, files, links, checksums
   golden [--hf] [--write] make the oracle's files again and compare them with the committed ones
            --hf           with transformers as the second source of the logits (pulls torch); default: numpy only
@@ -43,8 +46,18 @@ fn main() -> ExitCode {
 fn run(args: &[&str]) -> anyhow::Result<bool> {
     let (chore, rest) = args.split_first().unwrap_or((&"--help", &[]));
     match *chore {
-        "ci" | "tidy" if !rest.is_empty() => anyhow::bail!("`{chore}` takes no arguments, got `{}`", rest.join(" ")),
+        "ci" | "cross" | "tidy" if !rest.is_empty() => {
+            anyhow::bail!("`{chore}` takes no arguments, got `{}`", rest.join(" "))
+        }
         "ci" => ci::run(&Repo::find()?),
+        "cross" => Ok(match cross::run(&Repo::find()?)? {
+            Checked::Clean => true,
+            Checked::Wrong => false,
+            Checked::Skipped(why) => {
+                println!("skipped: {why}");
+                true
+            }
+        }),
         "tidy" => tidy::run(&Repo::find()?),
         "golden" => golden::run(&Repo::find()?, golden::Options::parse(rest)?),
         "instructions" => {

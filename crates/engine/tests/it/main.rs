@@ -8,6 +8,7 @@ mod golden;
 mod hybrid;
 mod hybrid_serving;
 mod nano;
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod revision;
 mod sampling;
 mod serving;
