@@ -17,7 +17,7 @@ use troika_engine::{
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
-use crate::hybrid::{HybridArgs, Wish};
+use crate::hybrid::{HybridArgs, Wish, Wished};
 use crate::plan_file::{Key, PlanFile};
 use crate::{builtin, progress};
 
@@ -145,17 +145,21 @@ impl OpenModel {
 
     /// As [`Self::runner`], with the neural engines that the command line names.
     pub(crate) fn hybrid_runner(&self, mut options: RunnerOptions, hybrid: &HybridArgs) -> Result<Runner> {
-        let Some(mut wish) = hybrid.wish()? else { return self.runner(options) };
+        let mut wish = match hybrid.wish()? {
+            Wished::Nothing => return self.runner(options),
+            Wished::Unavailable(reason) => {
+                tracing::warn!(reason, "engines take no part");
+                return self.runner_without(options, hybrid, reason);
+            }
+            Wished::Engines(wish) => wish,
+        };
         let alone = options;
         options.cpu = beside(options.cpu, &wish);
         if let Some(choice) = self.expect_of_engines(hybrid, &mut wish, &alone)?
             && let Some(reason) = hybrid.decline(&choice, threads_of(alone.cpu))
         {
             tracing::info!(reason, "engines take no part");
-            let mut runner = self.runner(alone)?;
-            runner.set_unavailable(reason);
-            hybrid.check_available(&runner.feature())?;
-            return Ok(runner);
+            return self.runner_without(alone, hybrid, reason);
         }
         let spinner = progress::spinner(format!("loading {}", self.name));
         let mut show = |stage: Stage, done: usize, total: usize| {
@@ -165,6 +169,14 @@ impl OpenModel {
         let (config, facts) = (self.config.model.clone(), self.facts.clone());
         let runner = Runner::with_engines(config, facts, &self.weights, options, Some(engines))?;
         spinner.finish_and_clear();
+        hybrid.check_available(&runner.feature())?;
+        Ok(runner)
+    }
+
+    /// A runner whose engines take no part, for a reason.
+    fn runner_without(&self, options: RunnerOptions, hybrid: &HybridArgs, reason: String) -> Result<Runner> {
+        let mut runner = self.runner(options)?;
+        runner.set_unavailable(reason);
         hybrid.check_available(&runner.feature())?;
         Ok(runner)
     }

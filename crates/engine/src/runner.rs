@@ -605,6 +605,10 @@ impl StepRunner for Runner {
         (!plan.is_primary()).then(|| plan.tile())
     }
 
+    fn repeats_rows(&self) -> bool {
+        self.executor.plan().repeats_rows()
+    }
+
     fn note_narrowed(&mut self, rule: Rule) {
         self.executor.note_narrowed(rule.name());
     }

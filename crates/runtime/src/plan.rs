@@ -68,6 +68,8 @@ pub struct Plan {
     tail_threshold: usize,
     projections: BTreeMap<WeightKey, PlannedProjection>,
     digest: String,
+    /// See [`Self::unrepeatable`].
+    unrepeatable: bool,
 }
 
 impl Plan {
@@ -89,9 +91,20 @@ impl Plan {
         arithmetic: &str,
     ) -> Self {
         assert!(tile > 0, "a tile has rows");
-        let mut plan = Self { tile, tail_threshold, projections, digest: String::new() };
+        let mut plan = Self { tile, tail_threshold, projections, digest: String::new(), unrepeatable: false };
         plan.digest = plan.digest_of(arithmetic);
         plan
+    }
+
+    /// The primary device cannot repeat what engines compute.
+    #[must_use]
+    pub fn unrepeatable(self) -> Self {
+        Self { unrepeatable: true, ..self }
+    }
+
+    /// True if a row has the same bits whoever computes it, so that rows of one prompt may serve another.
+    pub fn repeats_rows(&self) -> bool {
+        !self.unrepeatable
     }
 
     /// Rows of a tile.

@@ -262,6 +262,7 @@ pub fn prepare(
     let projections = candidates.into_iter().map(|candidate| (candidate.key, candidate.planned())).collect();
     let arithmetic = if limits.repeatable { "int8 per channel, groups of 32".to_owned() } else { backend.version() };
     let plan = Plan::new(options.tile, options.tail_threshold, projections, &arithmetic);
+    let plan = if limits.repeatable { plan } else { plan.unrepeatable() };
     Prepared { devices, plan, records, resident_bytes, unavailable: None }
 }
 

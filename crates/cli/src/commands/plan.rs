@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Result, bail};
 use troika_base::NumericClass;
 use troika_base::units::human_bytes;
 use troika_engine::{Choice, Placement, Record};
 
-use crate::hybrid::HybridArgs;
+use crate::hybrid::{HybridArgs, Wished};
 use crate::model_source::ModelArgs;
 use crate::report;
 
@@ -34,7 +34,11 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let mut wish = args.hybrid.wish()?.context("no engine is named: use --npu, such as --npu soft")?;
+    let mut wish = match args.hybrid.wish()? {
+        Wished::Engines(wish) => wish,
+        Wished::Unavailable(reason) => bail!("{reason}"),
+        Wished::Nothing => bail!("no engine is named: use --npu, such as --npu soft"),
+    };
     let model = args.model.open()?;
     let options = args.model.runner_options(NumericClass::Fast);
     let choice = model.expect_of_engines(&args.hybrid, &mut wish, &options)?;

@@ -2,12 +2,14 @@
 //!
 //! An engine runs *procedures* ([`procedure`]) that were compiled at load for tiles of one row count. What differs between
 //! engines is behind [`NpuBackend`]; [`banks`] brings the compiled procedures onto them, `engine.rs` has the queue and the
-//! thread of each instance, [`soft`] the back end that computes on ordinary cores and is the reference for the others.
+//! thread of each instance, [`soft`] the back end that computes on ordinary cores and is the reference for the others, [`ort`]
+//! the one for engines of other makers.
 //!
 //! Must not know which operations a plan gives to an engine, nor why.
 
 pub mod banks;
 mod engine;
+pub mod ort;
 pub mod procedure;
 pub mod soft;
 

@@ -22,7 +22,7 @@ use troika_scheduler::{
 use super::EngineOptions;
 use super::disk::DiskTier;
 use super::live::Live;
-use super::prefix::{CacheIdentity, Prefixes};
+use super::prefix::{CacheIdentity, Prefixes, Sharing};
 use crate::api::{
     EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, NodeTotals, StepTotals,
 };
@@ -46,6 +46,11 @@ pub trait StepRunner {
     /// Rows of a tile of the neural engines that take part in prefill, if any do. Rows of decode steps are of another class then.
     fn tile(&self) -> Option<usize> {
         None
+    }
+
+    /// True if a row of prefill has the same bits whoever computes it, so that it may serve other sequences.
+    fn repeats_rows(&self) -> bool {
+        true
     }
 
     /// The next prefill step has a chunk that `rule` has narrowed.
@@ -159,8 +164,12 @@ impl<R: StepRunner> Core<R> {
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
         let (arithmetic, packing) = (runner.arithmetic(), runner.packing());
-        let excludes_decoded = runner.tile().is_some();
-        let identity = CacheIdentity { arithmetic, packing, excludes_decoded, ..CacheIdentity::default() };
+        let sharing = match runner.tile() {
+            None => Sharing::All,
+            Some(_) if runner.repeats_rows() => Sharing::Prompts,
+            Some(_) => Sharing::Nothing,
+        };
+        let identity = CacheIdentity { arithmetic, packing, sharing, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;

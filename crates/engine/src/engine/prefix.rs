@@ -30,7 +30,7 @@ pub(super) struct Thread {
     answer_boundary: Option<(BlockId, BlockHash)>,
     /// Why nothing more is stored.
     skipped: Option<Skip>,
-    /// Blocks with rows that decode steps wrote, which are of no single class.
+    /// Blocks with rows that are of no single class: decode steps wrote some, or engines that cannot be repeated.
     mixed: usize,
     /// Blocks brought up from disk for it.
     from_disk: usize,
@@ -74,8 +74,19 @@ pub(super) struct CacheIdentity {
     pub(super) tokenizer: Vec<u8>,
     pub(super) arithmetic: String,
     pub(super) packing: Packing,
+    pub(super) sharing: Sharing,
+}
+
+/// Which rows of a sequence may serve another one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Sharing {
+    /// Every one.
+    #[default]
+    All,
     /// Decode steps write rows of another class: blocks that hold any are not kept, and nothing after them.
-    pub(super) excludes_decoded: bool,
+    Prompts,
+    /// Engines compute what the primary device cannot repeat: a row's bits depend on the tile that it met.
+    Nothing,
 }
 
 impl Prefixes {
@@ -134,14 +145,23 @@ impl Prefixes {
         }
     }
 
-    /// Those of a sequence's leading tokens whose rows are of the class: all, or the prompt, whose last one is decoded.
+    /// Those of a sequence's leading tokens whose rows are of the class, and the one that is decoded in any case: all, or the
+    /// prompt, whose last one is decoded, or the first.
     pub(super) fn of_class<'a>(&self, tokens: &'a [u32], prompt: usize) -> &'a [u32] {
-        if self.identity.excludes_decoded { &tokens[..prompt] } else { tokens }
+        match self.identity.sharing {
+            Sharing::All => tokens,
+            Sharing::Prompts => &tokens[..prompt],
+            Sharing::Nothing => &tokens[..1],
+        }
     }
 
     /// Leading rows of a sequence that are of the class.
     fn rows_of_class(&self, prompt: usize) -> usize {
-        if self.identity.excludes_decoded { prompt - 1 } else { usize::MAX }
+        match self.identity.sharing {
+            Sharing::All => usize::MAX,
+            Sharing::Prompts => prompt - 1,
+            Sharing::Nothing => 0,
+        }
     }
 
     /// The longest prefix of `tokens` in memory that leaves a token to compute.

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use troika_device::npu::NpuBackend;
+use troika_device::npu::{Limits, NpuBackend};
 use troika_engine::api::Generator;
 use troika_engine::{DiskTier, Engine, EngineOptions, HybridOptions, Runner, StepRunner};
 use troika_kvstore::Store;
@@ -53,6 +53,24 @@ fn acceptance_13_what_was_decoded_is_kept_for_nobody() {
     // Now it is all of one class.
     let (said, usage) = answer(&engine, request(conversation.clone(), 30));
     assert_eq!((usage.cached_tokens, said), (4 * BLOCK, answer(&cold, request(conversation, 30)).0));
+}
+
+/// An engine whose bits the CPU cannot repeat computes a row as its tile has it, so nothing of it serves anybody else.
+#[test]
+fn rows_that_cannot_be_repeated_are_kept_for_nobody() {
+    let backend = || {
+        let limits = Limits { repeatable: false, ..soft(1).limits().clone() };
+        Arc::new(FaultyNpu::new(soft(1), NpuFaults::default()).with_limits(limits))
+    };
+    let dir = scratch_dir();
+    for dir in [None, Some(dir.path()), Some(dir.path())] {
+        let engine = start(hybrid_on(backend(), BLOCK), LIMITS, dir);
+        let first = record(&engine, request(tokens(6, 3 * BLOCK + 1), 2));
+        assert!(first.ledger.total_operations().dispatched() > 0, "the engine takes part");
+        assert_eq!((first.stored_blocks, first.skipped_blocks, first.skipped_because), (0, 3, Some("mixed")));
+        let (_, usage) = answer(&engine, request(tokens(6, 3 * BLOCK + 1), 2));
+        assert_eq!((usage.cached_tokens, engine.status().cache.skipped_mixed), (0, 6));
+    }
 }
 
 /// On disk too, after restarts with and without engines, and with one whose numbers are wrong.

@@ -8,10 +8,5 @@ mod golden;
 mod hybrid;
 mod hybrid_serving;
 mod nano;
+mod ort;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
-mod revision;
-mod sampling;
-mod serving;
-mod sim;
-mod support;
-mod wavefront;

@@ -1,0 +1,3 @@
+//! Tests of devices from the outside.
+
+mod ort;
