@@ -7,6 +7,7 @@ use anyhow::Context;
 
 use crate::cross::{self, Checked};
 use crate::instructions::{self, Counted};
+use crate::ort::{self, Tested};
 use crate::repo::{Repo, cargo};
 use crate::tidy;
 
@@ -20,12 +21,13 @@ enum Outcome {
 /// Runs every step; prints its name before and all times after.
 pub(crate) fn run(repo: &Repo) -> anyhow::Result<bool> {
     type Step = (&'static str, fn(&Repo) -> anyhow::Result<Outcome>);
-    let steps: [Step; 7] = [
+    let steps: [Step; 8] = [
         ("fmt", fmt),
         ("tidy", tidy_up),
         ("clippy", clippy),
         ("doc tests", doc_tests),
         ("tests", tests),
+        ("ort tests", ort_tests),
         ("counts", counts),
         ("cross", cross),
     ];
@@ -116,6 +118,14 @@ fn tests(repo: &Repo) -> anyhow::Result<Outcome> {
     println!("cargo-nextest is not installed, so `cargo test` runs the tests instead, which is slower.");
     println!("To install it: cargo install --locked cargo-nextest");
     run_cargo(repo, &["test", "--workspace", "--lib", "--bins", "--tests", "--locked"])
+}
+
+fn ort_tests(repo: &Repo) -> anyhow::Result<Outcome> {
+    Ok(match ort::run(repo)? {
+        Tested::Passed => Outcome::Passed,
+        Tested::Failed => Outcome::Failed,
+        Tested::Skipped(why) => Outcome::Skipped(why),
+    })
 }
 
 fn counts(repo: &Repo) -> anyhow::Result<Outcome> {

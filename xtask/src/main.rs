@@ -6,6 +6,7 @@ mod ci;
 mod cross;
 mod golden;
 mod instructions;
+mod ort;
 mod repo;
 mod tidy;
 
@@ -13,13 +14,15 @@ use std::process::ExitCode;
 
 use cross::Checked;
 use instructions::Counted;
+use ort::Tested;
 use repo::Repo;
 
 const HELP: &str = "\
 Usage: cargo xtask CHORE
 
-  ci                      everything a change must pass: fmt, tidy, clippy, doc tests, tests, counts, cross
+  ci                      everything a change must pass: fmt, tidy, clippy, doc tests, tests, ort tests, counts, cross
   cross                   type-check and lint the workspace for aarch64-apple-darwin
+  ort                     install ONNX Runtime and a neural engine's emulator under target/, and run the tests that need them
   tidy                    the rules that no compiler checks: crate arrows, licences, sources, files, links, checksums
   golden [--hf] [--write] make the oracle's files again and compare them with the committed ones
            --hf           with transformers as the second source of the logits (pulls torch); default: numpy only
@@ -46,7 +49,7 @@ fn main() -> ExitCode {
 fn run(args: &[&str]) -> anyhow::Result<bool> {
     let (chore, rest) = args.split_first().unwrap_or((&"--help", &[]));
     match *chore {
-        "ci" | "cross" | "tidy" if !rest.is_empty() => {
+        "ci" | "cross" | "ort" | "tidy" if !rest.is_empty() => {
             anyhow::bail!("`{chore}` takes no arguments, got `{}`", rest.join(" "))
         }
         "ci" => ci::run(&Repo::find()?),
@@ -54,6 +57,14 @@ fn run(args: &[&str]) -> anyhow::Result<bool> {
             Checked::Clean => true,
             Checked::Wrong => false,
             Checked::Skipped(why) => {
+                println!("skipped: {why}");
+                true
+            }
+        }),
+        "ort" => Ok(match ort::run(&Repo::find()?)? {
+            Tested::Passed => true,
+            Tested::Failed => false,
+            Tested::Skipped(why) => {
                 println!("skipped: {why}");
                 true
             }

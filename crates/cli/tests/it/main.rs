@@ -7,5 +7,6 @@ mod diagnosis;
 mod hybrid;
 #[cfg(target_os = "linux")]
 mod memory;
+mod ort;
 mod serving;
 mod support;

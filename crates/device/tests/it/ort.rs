@@ -63,7 +63,7 @@ fn procedures() -> Vec<Arc<Procedure>> {
         Body::Products { groups: 4, products: vec![product(4, 4 * 16, 32, 0..16)] },
         Body::Products { groups: 2, products: vec![product(5, 2 * 32, 64, 16..32)] },
         expert(None),
-        expert(Some(0.05)),
+        expert(Some(1.0)),
     ];
     bodies.into_iter().enumerate().map(|(id, body)| procedure(id as u32, body)).collect()
 }
@@ -162,16 +162,19 @@ fn check(options: &OrtOptions, tolerance: f64) {
         let (procedure, name) = (&procedures[index], &procedures[index].name);
         let (x, cols) = (rows(procedure), procedure.input_cols());
         let got = run(&mut *bank, index, procedure, &x);
+        let mut worst = 0.0f64;
         for (row, x) in x.chunks_exact(cols).enumerate() {
             let (got, want) = (row_of(procedure, &got, row), exact(procedure, x));
             match row {
                 1 => assert!(got.iter().all(|x| *x == 0.0), "{name}: zeros stay zeros"),
                 _ => {
                     let distance = distance(&got, &want);
+                    worst = worst.max(distance);
                     assert!(distance <= tolerance, "{name}, row {row}: {distance:.2e} from the exact result");
                 }
             }
         }
+        println!("{}, {name}: at most {worst:.2e} from the exact result", options.provider);
         // What is not finite stays in its row and group.
         let mut damaged = x.clone();
         damaged[5 * cols] = f32::INFINITY;

@@ -10,3 +10,9 @@ mod hybrid_serving;
 mod nano;
 mod ort;
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
+mod revision;
+mod sampling;
+mod serving;
+mod sim;
+mod support;
+mod wavefront;

@@ -27,8 +27,8 @@ pub(super) struct Library {
     pub(super) environment: Environment,
     /// Where it was opened.
     pub(super) path: PathBuf,
-    /// Branch and commit that it was built from.
-    pub(super) version: String,
+    /// The commit that it was built from.
+    pub(super) build: String,
     /// Names of the providers in each plug-in.
     plugins: BTreeMap<PathBuf, Vec<String>>,
 }
@@ -65,7 +65,7 @@ pub(super) fn open(places: &[PathBuf]) -> Result<Library, String> {
                 let builder = builder.with_name("troika").with_telemetry(false).with_logger(logger);
                 let environment = builder.build().map_err(|error| format!("{}: {error}", path.display()))?;
                 environment.set_log_level(LogLevel::Warning);
-                let library = Library { environment, path, version: version(ort::info()), plugins: BTreeMap::new() };
+                let library = Library { environment, path, build: build(ort::info()), plugins: BTreeMap::new() };
                 *open = Some(library.clone());
                 return Ok(library);
             }
@@ -97,11 +97,9 @@ impl Library {
     }
 }
 
-/// `git-branch=rel-1.32.0, git-commit-id=abc, ...` as `rel-1.32.0 abc`.
-fn version(info: &str) -> String {
-    let field =
-        |name: &str| info.split([',', ':']).find_map(|part| part.trim().strip_prefix(name)).unwrap_or("unknown");
-    format!("{} {}", field("git-branch="), field("git-commit-id="))
+/// `abc` of `git-branch=HEAD, git-commit-id=abc, build type=Release`.
+fn build(info: &str) -> String {
+    info.split(',').find_map(|part| part.trim().strip_prefix("git-commit-id=")).unwrap_or("unknown").to_owned()
 }
 
 /// The file that `place` stands for.
@@ -155,10 +153,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_taken_from_what_the_library_says() {
-        let info =
-            "ORT Build Info: git-branch=rel-1.32.0, git-commit-id=26250ae, build type=Release, cmake cxx flags: x";
-        assert_eq!(version(info), "rel-1.32.0 26250ae");
-        assert_eq!(version("?"), "unknown unknown");
+    fn builds_are_what_the_library_says() {
+        let info = "ORT Build Info: git-branch=HEAD, git-commit-id=26250ae, build type=Release, cmake cxx flags: x";
+        assert_eq!((&*build(info), &*build("?")), ("26250ae", "unknown"));
     }
 }

@@ -323,12 +323,12 @@ impl NpuBackend for Ort {
     }
 
     fn description(&self) -> String {
-        let (path, version) = (self.library.path.display(), &self.library.version);
+        let (path, build) = (self.library.path.display(), &self.library.build);
         let on = match self.provider {
             Provider::Cpu => format!("{} x {} cores", self.limits.instances, self.threads),
             _ => self.device.clone(),
         };
-        format!("ONNX Runtime {version} at {path}, provider {} ({on})", self.provider)
+        format!("ONNX Runtime at {path}, build {build}, provider {} ({on})", self.provider)
     }
 
     /// Library, provider, its settings and files: whatever may change what comes out.
@@ -342,7 +342,7 @@ impl NpuBackend for Ort {
         let stamps: Vec<String> = stamps.collect();
         format!(
             "ort-1-{}-{}-{:?}-{}-{:?}-{plugin}-{stamps:?}",
-            self.library.version, self.provider, self.form, self.threads, self.settings
+            self.library.build, self.provider, self.form, self.threads, self.settings
         )
     }
 

@@ -1,0 +1,73 @@
+//! `--npu ort`: without the library everything serves; with it (`cargo xtask ort`) nano runs on it.
+
+use crate::support::troika;
+
+const BENCH: [&str; 9] =
+    ["bench", "in-process", "--prompt-lengths", "129", "--rounds", "1", "--generate", "2", "--threads=1"];
+/// Nothing is measured.
+const PLACED: [&str; 6] = ["--hybrid", "on", "--place", "shared=whole", "--tile", "64"];
+
+fn bench<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&BENCH[..], &PLACED, &["--chunk", "64"], more].concat()
+}
+
+#[test]
+fn a_missing_library_is_a_state_and_no_failure() {
+    let missing = ["--npu", "ort:lib=/nowhere/libonnxruntime.so"];
+    let json = troika(&bench(&[&missing[..], &["--json", "-"]].concat())).ok().json();
+    let state = json["hybrid"]["state"].as_str().expect("a state");
+    for part in ["unavailable(", "/nowhere/libonnxruntime.so", "pip install onnxruntime", "--npu ort:lib=PATH"] {
+        assert!(state.contains(part), "{state}");
+    }
+    troika(&bench(&[&missing[..], &["--require-engaged"]].concat())).fails(1, &["NOT ENGAGED", "/nowhere"]);
+    troika(&[&["plan"][..], &missing].concat()).fails(1, &["/nowhere/libonnxruntime.so"]);
+    let devices = troika(&[&["devices"][..], &missing].concat()).ok().stdout;
+    assert!(devices.contains("ort   unavailable: ") && !devices.contains("soft"), "{devices}");
+    // A library that is none.
+    let program = format!("ort:lib={}", std::env::current_exe().expect("this program").display());
+    let devices = troika(&["devices", "--npu", &program]).ok().stdout;
+    assert!(devices.contains("ort   unavailable: ONNX Runtime cannot be opened"), "{devices}");
+}
+
+fn installed(settings: &str) -> String {
+    let place = std::env::var("TROIKA_TEST_ORT").expect("TROIKA_TEST_ORT names a Python environment with onnxruntime");
+    format!("ort:lib={place}{settings}")
+}
+
+#[test]
+#[ignore = "needs ONNX Runtime: cargo xtask ort"]
+fn nano_runs_on_engines_of_onnx_runtime() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for settings in ["", ",form=float,instances=2", ",provider=qnn"] {
+        let engine = installed(settings);
+        // To a file: Qualcomm's emulator writes to the standard output.
+        let file = dir.path().join("bench.json");
+        let file_name = file.to_str().expect("a name of letters");
+        troika(&bench(&["--npu", &engine, "--require-engaged", "--json", file_name])).ok();
+        let text = std::fs::read_to_string(&file).expect("readable");
+        let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let (hybrid, shared) = (&json["hybrid"], &json["hybrid"]["kinds"]["shared expert"]);
+        assert_eq!(hybrid["state"], "engaged", "{settings}: {hybrid}");
+        // Two tiles of each of six layers, in a warm-up and a counted round.
+        assert_eq!((&shared["planned"], &shared["exact"]), (&24.into(), &24.into()), "{settings}: {shared}");
+    }
+}
+
+#[test]
+#[ignore = "needs ONNX Runtime: cargo xtask ort"]
+fn devices_say_what_the_library_has() {
+    let devices = |settings: &str| troika(&["devices", "--npu", &installed(settings)]).ok().stdout;
+    let cpu = devices("");
+    assert!(cpu.contains("ONNX Runtime at ") && cpu.contains("provider cpu (1 x 1 cores)"), "{cpu}");
+    assert!(devices(",provider=qnn").contains("emulated on the CPU"));
+    let openvino = devices(",provider=openvino");
+    assert!(openvino.contains("unavailable") && openvino.contains("onnxruntime-ep-openvino"), "{openvino}");
+}
+
+#[test]
+#[ignore = "needs ONNX Runtime: cargo xtask ort"]
+fn the_gate_is_passed_by_the_cpu_provider() {
+    let args = ["gate", "--tile", "128", "--texts", "4", "--json", "-", "--hybrid", "on", "--place", "shared=whole"];
+    let report = troika(&[&args[..], &["--npu", &installed("")]].concat()).ok().json();
+    assert_eq!(report["failures"].as_array().map(Vec::len), Some(0), "{report}");
+}
