@@ -37,8 +37,8 @@ pub(crate) struct ModelArgs {
     /// Keep each of these threads on a core of its own. For a machine that does nothing else. Linux only.
     #[arg(long)]
     pin_threads: bool,
-    /// Instructions to compute with: `scalar`, `avx2` or `avx512`. Without it, the best of this CPU. For comparisons: each
-    /// level is as exact as the others.
+    /// Instructions to compute with: `scalar`, `avx2`, `avx512` or `avx512-vnni`. Without it, the best of this CPU. For
+    /// comparisons: each level is as exact as the others.
     #[arg(long, value_name = "LEVEL", value_parser = available_level)]
     cpu_level: Option<CpuLevel>,
 }
