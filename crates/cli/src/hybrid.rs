@@ -9,11 +9,15 @@ use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use troika_base::NumericClass;
 use troika_device::DeviceError;
+use troika_device::npu::cache::Cached;
 use troika_device::npu::ort::{Form, LIBRARY_NAME, Ort, OrtOptions, Provider};
 use troika_device::npu::soft::{Soft, SoftOptions};
 use troika_device::npu::{NpuBackend, NpuError};
 use troika_engine::{Choice, CostTable, FeatureState, HybridOptions, HybridStatus, Placement, choose};
 use troika_graph::Kind;
+
+use crate::plan_file;
+use crate::size::Size;
 
 /// Which engines take part in prefill, and how.
 #[derive(Clone, Debug, Args)]
@@ -40,10 +44,13 @@ pub(crate) struct HybridArgs {
     /// Measure again what projections cost on each device, even if it is known from an earlier start.
     #[arg(long)]
     calibrate: bool,
-    /// Folder of what was measured, so that a restart has the same plan. Without it `troika/plans` in $XDG_CACHE_HOME, or in
-    /// ~/.cache.
+    /// Folder of what was measured, so that a restart has the same plan, and of what engines have compiled, so that it need not
+    /// be compiled again. Without it `troika/plans` in $XDG_CACHE_HOME, or in ~/.cache.
     #[arg(long, value_name = "DIR")]
     plan_dir: Option<PathBuf>,
+    /// Most that compiled programs take in that folder, such as 8G; those used longest ago go first. 0 keeps none.
+    #[arg(long, default_value = "16G", value_name = "SIZE")]
+    program_limit: Size,
     /// Fail if engines cannot take part; `bench` also fails unless they did what was planned for them.
     #[arg(long)]
     require_engaged: bool,
@@ -167,6 +174,17 @@ fn usual_places() -> Vec<PathBuf> {
     }
 }
 
+/// Where an engine's compiled programs are kept, and how many bytes of them at most.
+pub(crate) struct ProgramStore {
+    pub(crate) dir: PathBuf,
+    pub(crate) limit_bytes: u64,
+}
+
+/// The programs' folder in the one of plans.
+pub(crate) fn program_dir(plan_dir: Option<&Path>) -> Option<PathBuf> {
+    plan_file::folder(plan_dir).map(|dir| dir.join("programs"))
+}
+
 impl NpuSpec {
     /// Of the engine.
     pub(crate) fn name(&self) -> &'static str {
@@ -176,8 +194,9 @@ impl NpuSpec {
         }
     }
 
-    /// Starts the engine; also returns the cores that it takes from the CPU.
-    pub(crate) fn start(&self) -> Result<(Arc<dyn NpuBackend>, usize), NpuError> {
+    /// Starts the engine; also returns the cores that it takes from the CPU. What it compiles is kept in `store`, if that is
+    /// worth while.
+    pub(crate) fn start(&self, store: Option<ProgramStore>) -> Result<(Arc<dyn NpuBackend>, usize), NpuError> {
         match self {
             Self::Soft(options) => {
                 let soft = Soft::start(*options);
@@ -192,8 +211,20 @@ impl NpuSpec {
                     options.places = usual_places();
                 }
                 let ort = Ort::start(&options)?;
-                let cores = ort.num_cores();
-                Ok((Arc::new(ort), cores))
+                let (cores, keeps) = (ort.num_cores(), ort.compiles_ahead());
+                let backend: Arc<dyn NpuBackend> = Arc::new(ort);
+                let Some(ProgramStore { dir, limit_bytes }) = store.filter(|store| keeps && store.limit_bytes > 0)
+                else {
+                    return Ok((backend, cores));
+                };
+                Ok(match Cached::open(Arc::clone(&backend), &dir, limit_bytes) {
+                    Ok(cached) => (Arc::new(cached), cores),
+                    Err(error) => {
+                        let dir = dir.display();
+                        tracing::warn!(%dir, %error, "what is compiled is not kept; --plan-dir names another folder");
+                        (backend, cores)
+                    }
+                })
             }
         }
     }
@@ -238,7 +269,6 @@ impl FromStr for PlaceSpec {
 }
 
 /// What the command line asks for, and whether it can be had.
-#[expect(clippy::large_enum_variant, reason = "there is one")]
 pub(crate) enum Wished {
     /// No engine.
     Nothing,
@@ -292,7 +322,9 @@ impl HybridArgs {
             placements,
             memory_bytes: u64::MAX,
         };
-        Ok(match spec.start() {
+        let dir = program_dir(self.plan_dir.as_deref());
+        let store = dir.map(|dir| ProgramStore { dir, limit_bytes: self.program_limit.0 });
+        Ok(match spec.start(store) {
             Ok((backend, cores)) => Wished::Engines(Wish { backend, options, said, cores }),
             Err(error) => Wished::Unavailable(error.to_string()),
         })

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use troika_device::npu::CompileCounts;
 use troika_runtime::plan::Shares;
 use troika_runtime::{DeviceId, FeatureState, Ledger};
 
@@ -22,10 +23,35 @@ pub struct HybridStatus {
     pub tile: usize,
     /// The devices, the primary first.
     pub devices: Vec<String>,
+    /// What became of compilations; none if nothing that was compiled is kept on disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub programs: Option<Programs>,
     /// What engines are to do of each kind of projection.
     pub plan: BTreeMap<&'static str, KindPlan>,
     /// What was done since the start.
     pub kinds: BTreeMap<&'static str, KindCounts>,
+}
+
+/// Procedures that were compiled since the start, and what is kept of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Programs {
+    /// Compiled, those with damaged files included.
+    pub compiled: u64,
+    /// Found on disk.
+    pub from_disk: u64,
+    /// Files that were damaged, and are gone.
+    pub damaged: u64,
+    /// Not kept, for want of room or because the disk refused.
+    pub not_kept: u64,
+    /// Files that went to make room.
+    pub evicted: u64,
+}
+
+impl From<CompileCounts> for Programs {
+    fn from(counts: CompileCounts) -> Self {
+        let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, .. } = counts;
+        Self { compiled, from_disk, damaged, not_kept, evicted }
+    }
 }
 
 /// What engines are to do of a kind of projection.
@@ -109,6 +135,7 @@ impl HybridStatus {
             plan_digest: executor.plan().digest().to_owned(),
             tile: executor.plan().tile(),
             devices,
+            programs: runner.compile_counts().map(Programs::from),
             plan: plan.collect(),
             kinds: BTreeMap::new(),
         };

@@ -9,7 +9,7 @@ use crate::engine::core::{StepResult, StepRunner};
 use crate::hybrid::HybridStatus;
 use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
-use troika_device::npu::NpuBackend;
+use troika_device::npu::{CompileCounts, NpuBackend};
 use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
 use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
@@ -196,6 +196,7 @@ pub struct Runner {
     uncommitted: BTreeSet<SequenceId>,
     /// What was found out about projections when engines were prepared.
     records: Vec<Record>,
+    compile_counts: Option<CompileCounts>,
 }
 
 #[derive(Debug)]
@@ -241,12 +242,20 @@ impl Runner {
         device.load(weights)?;
         let shape = state_shape(&config, &facts);
         let emitter = Emitter::new(config, facts);
+        let backend = engines.as_ref().map(|engines| Arc::clone(&engines.backend));
         let (executor, records) = start_executor(&device, &emitter, weights, options.class, engines);
+        // Nothing is compiled later.
+        let compile_counts = backend.and_then(|backend| backend.compile_counts());
+        if let Some(counts) = compile_counts {
+            let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, .. } = counts;
+            tracing::info!(compiled, from_disk, damaged, not_kept, evicted, "programs of the engines");
+        }
         Ok(Self {
             emitter,
             options,
             executor,
             records,
+            compile_counts,
             device,
             shape,
             sequences: BTreeMap::new(),
@@ -286,6 +295,11 @@ impl Runner {
     /// What was found out about each projection when engines were prepared; empty if none were wished for.
     pub fn records(&self) -> &[Record] {
         &self.records
+    }
+
+    /// What became of compilations when engines were prepared, if what is compiled is kept on disk.
+    pub fn compile_counts(&self) -> Option<CompileCounts> {
+        self.compile_counts
     }
 
     /// The executor: its plan, its devices, what failed.

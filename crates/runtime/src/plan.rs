@@ -60,7 +60,8 @@ pub(crate) struct Schedule {
 
 /// Placement of the nodes of prefill steps; nodes that it does not name, and all nodes of other steps, are the primary
 /// device's. Every prefill row of a planned projection is computed in the arithmetic of its procedures, whoever does it: what
-/// a chunk's width or a failed engine changes is the time, not the result.
+/// a chunk's width or a failed engine changes is the time, not the result. With engines that cannot be repeated it changes
+/// the rounding as well ([`Self::repeats_rows`]).
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     tile: usize,

@@ -1,12 +1,15 @@
 //! `troika devices`: what could compute here, and what each can do.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use troika_base::units::human_bytes;
 use troika_device::cpu::CpuLevel;
 use troika_device::npu::NpuBackend;
+use troika_device::npu::cache::contents;
 
-use crate::hybrid::NpuSpec;
+use crate::hybrid::{NpuSpec, program_dir};
 use crate::report;
 
 /// Show the devices of this machine that a model can run on, and what each can do.
@@ -16,6 +19,9 @@ pub(crate) struct Args {
     /// and `ort` as they are by default.
     #[arg(long, value_name = "ENGINE")]
     npu: Option<NpuSpec>,
+    /// Folder of what engines have compiled, as for the commands that use them.
+    #[arg(long, value_name = "DIR")]
+    plan_dir: Option<PathBuf>,
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
@@ -24,10 +30,15 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let usual = || ["soft", "ort"].map(|name| name.parse().expect("a name alone is right")).to_vec();
     for spec in args.npu.clone().map_or_else(usual, |spec| vec![spec]) {
         let name = spec.name();
-        text += &match spec.start() {
+        text += &match spec.start(None) {
             Ok((engine, _)) => format!("{name:<6}{}\n", describe(&*engine)),
             Err(error) => format!("{name:<6}unavailable: {error}\n"),
         };
+    }
+    if let Some(dir) = program_dir(args.plan_dir.as_deref()) {
+        let (programs, bytes) = contents(&dir);
+        text +=
+            &format!("{programs} programs that engines have compiled, {}, in {}\n", human_bytes(bytes), dir.display());
     }
     text += "No other kind of device is supported by this build.\n";
     report::print(&text)?;

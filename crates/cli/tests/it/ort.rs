@@ -53,6 +53,44 @@ fn nano_runs_on_engines_of_onnx_runtime() {
     }
 }
 
+/// What a neural engine's compiler has made once is found by the next start; one damaged file costs one compilation.
+#[test]
+#[ignore = "needs ONNX Runtime: cargo xtask ort"]
+fn a_restart_compiles_nothing() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let plans = dir.path().to_str().expect("a name of letters");
+    let engine = installed(",provider=qnn");
+    let file = dir.path().join("bench.json");
+    let programs = |more: &[&str]| {
+        let own = ["--npu", &engine, "--plan-dir", plans, "--json", file.to_str().expect("letters")];
+        troika(&bench(&[&own[..], more].concat())).ok();
+        let text = std::fs::read_to_string(&file).expect("readable");
+        let mut json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(json["hybrid"]["state"], "engaged");
+        json["hybrid"]["programs"].take()
+    };
+    let want = |compiled: u64, from_disk: u64, damaged: u64| {
+        serde_json::json!({
+            "compiled": compiled, "from_disk": from_disk, "damaged": damaged, "not_kept": 0, "evicted": 0,
+        })
+    };
+    // The shared expert and a half of wq_b of each of six layers.
+    assert_eq!(programs(&[]), want(12, 0, 0));
+    assert_eq!(programs(&[]), want(0, 12, 0));
+    let folder = std::fs::read_dir(dir.path().join("programs")).expect("readable");
+    let files: Vec<_> =
+        folder.map(|file| file.expect("there").path()).filter(|path| path.extension().is_some()).collect();
+    assert_eq!(files.len(), 12, "{files:?}");
+    let mut bytes = std::fs::read(&files[5]).expect("readable");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&files[5], bytes).expect("writable");
+    assert_eq!(programs(&[]), want(1, 11, 1));
+    let devices = troika(&["devices", "--plan-dir", plans]).ok().stdout;
+    assert!(devices.contains("12 programs that engines have compiled"), "{devices}");
+    assert_eq!(programs(&["--program-limit", "0"]), serde_json::Value::Null);
+}
+
 #[test]
 #[ignore = "needs ONNX Runtime: cargo xtask ort"]
 fn devices_say_what_the_library_has() {
