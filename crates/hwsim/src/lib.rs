@@ -20,7 +20,7 @@
 //! ```
 //!
 //! `profile.rs` has the numbers, `price.rs` what a node costs by them, `form.rs` the graph in the operations that were
-//! measured, `world.rs` devices and clock, `machine.rs` the runs.
+//! measured, `world.rs` devices and clock, `machine.rs` the runs, `sweep.rs` many of them.
 
 mod arithmetic;
 mod faults;
@@ -30,6 +30,7 @@ mod plan;
 mod prediction;
 mod price;
 mod profile;
+mod sweep;
 mod world;
 
 pub use faults::Faults;
@@ -37,6 +38,7 @@ pub use form::Projection;
 pub use machine::{Arm, Machine, Run, STOCK_BLOCK, STOCK_STEP};
 pub use plan::{LeftOut, Placement, PlanSpec};
 pub use prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind};
+pub use sweep::{Axis, Knob, Point, Sweep};
 pub use profile::{Basis, Checkpoint, Profile, ProjectionCost};
 
 /// Why nothing was simulated.
@@ -61,6 +63,9 @@ pub enum SimError {
     /// A run that makes no sense.
     #[error("{0}")]
     Run(String),
+    /// A plot that cannot be drawn.
+    #[error("plot: {0}")]
+    Plot(String),
     /// A step failed.
     #[error(transparent)]
     Executor(#[from] troika_runtime::ExecutorError),

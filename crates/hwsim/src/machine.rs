@@ -29,8 +29,10 @@ pub struct Machine {
     model: String,
     emitter: Emitter,
     /// Graphs by rows, and by whether shared experts are cut: emission takes longer than a run.
-    graphs: Mutex<BTreeMap<(usize, bool), Arc<StepGraph>>>,
+    graphs: Graphs,
 }
+
+type Graphs = Arc<Mutex<BTreeMap<(usize, bool), Arc<StepGraph>>>>;
 
 /// Which of the three that a benchmark compares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
@@ -120,12 +122,49 @@ impl Machine {
     pub(crate) fn with_config(profile: Profile, checkpoint: Checkpoint, model: &str, config: ModelConfig) -> Self {
         let facts = ModelFacts::expected(&config);
         let (model, emitter) = (model.to_owned(), Emitter::new(config, facts));
-        Self { profile, checkpoint, model, emitter, graphs: Mutex::default() }
+        Self { profile, checkpoint, model, emitter, graphs: Graphs::default() }
     }
 
     /// Names of the models that can be simulated.
     pub fn models() -> Vec<&'static str> {
         MODELS.iter().map(|(name, _)| *name).collect()
+    }
+
+    /// The same with engines that are so many times as fast.
+    ///
+    /// # Errors
+    ///
+    /// If that is no positive number.
+    pub fn with_engine_rate(&self, factor: f64) -> Result<Self, SimError> {
+        if !(factor > 0.0 && factor.is_finite()) {
+            return Err(SimError::Run(format!("engines cannot be {factor} times as fast")));
+        }
+        let mut profile = self.profile.clone();
+        profile.projections.iter_mut().for_each(|cost| cost.engine_ms /= factor);
+        Ok(self.with_profile(profile))
+    }
+
+    /// The same where joining parts costs so many milliseconds of synchronization.
+    ///
+    /// # Errors
+    ///
+    /// If that is no time.
+    pub fn with_sync_ms(&self, ms: f64) -> Result<Self, SimError> {
+        if !(ms >= 0.0 && ms.is_finite()) {
+            return Err(SimError::Run(format!("synchronization cannot take {ms} ms")));
+        }
+        let mut profile = self.profile.clone();
+        profile.join.sync_ms = ms;
+        Ok(self.with_profile(profile))
+    }
+
+    fn with_profile(&self, profile: Profile) -> Self {
+        let (checkpoint, model) = (self.checkpoint.clone(), self.model.clone());
+        Self { profile, checkpoint, model, emitter: self.emitter.clone(), graphs: Arc::clone(&self.graphs) }
+    }
+
+    pub fn model(&self) -> &str {
+        &self.model
     }
 
     pub fn profile(&self) -> &Profile {
