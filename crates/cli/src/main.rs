@@ -9,6 +9,7 @@ mod plan_file;
 mod progress;
 mod report;
 mod size;
+mod tuning;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -41,6 +42,7 @@ enum Command {
     Devices(commands::devices::Args),
     Plan(commands::plan::Args),
     Gate(commands::gate::Args),
+    Tune(commands::tune::Args),
     Synth(commands::synth::Args),
     Cache(commands::cache::Args),
 }
@@ -68,6 +70,7 @@ fn main() -> ExitCode {
         Command::Devices(args) => commands::devices::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Gate(args) => commands::gate::run(&args),
+        Command::Tune(args) => commands::tune::run(&args),
         Command::Synth(args) => commands::synth::run(&args),
         Command::Cache(args) => commands::cache::run(&args),
     };

@@ -13,3 +13,4 @@ pub(crate) mod plan;
 pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod synth;
+pub(crate) mod tune;
