@@ -70,6 +70,9 @@ pub enum ExecutorError {
     Idle,
 }
 
+/// Tells the time: the system's, or that of simulated devices.
+pub type Clock = Arc<dyn Fn() -> Instant + Send + Sync>;
+
 /// [`InFlight::waiting_for`] of a node that is queued or done.
 const QUEUED: u32 = u32::MAX;
 
@@ -116,6 +119,7 @@ pub struct Executor {
     given_up: VecDeque<(StepId, String)>,
     totals: Ledger,
     keeps_spans: bool,
+    clock: Clock,
     /// Projections that failed on an engine, and how: the primary device does them from then on.
     latched: BTreeMap<WeightKey, String>,
     feature: Feature,
@@ -128,6 +132,15 @@ impl Executor {
     ///
     /// Without a device.
     pub fn new(devices: Vec<Arc<dyn Device>>, plan: Plan) -> Self {
+        Self::with_clock(devices, plan, Arc::new(Instant::now))
+    }
+
+    /// As [`Self::new`], for devices whose time is told by `clock`.
+    ///
+    /// # Panics
+    ///
+    /// Without a device.
+    pub fn with_clock(devices: Vec<Arc<dyn Device>>, plan: Plan, clock: Clock) -> Self {
         assert!(!devices.is_empty(), "an executor needs a primary device");
         Self {
             devices,
@@ -141,6 +154,7 @@ impl Executor {
             reported: None,
             given_up: VecDeque::new(),
             keeps_spans: false,
+            clock,
             totals: Ledger::default(),
         }
     }
@@ -249,7 +263,7 @@ impl Executor {
                     return Ok(Some(finished));
                 }
             }
-            if until.is_some() && is_over(Instant::now()) {
+            if until.is_some() && is_over((self.clock)()) {
                 return Ok(None);
             }
             let (reported, reports) = (&mut self.reported, &self.done.1);
@@ -260,7 +274,7 @@ impl Executor {
             if self.devices.iter().any(|device| device.drive(&mut pause)) {
                 continue;
             }
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            let left = until.map(|until| until.saturating_duration_since((self.clock)()));
             let report = match left {
                 Some(left) => self.done.1.recv_timeout(left),
                 None => self.done.1.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -285,7 +299,7 @@ impl Executor {
 
     fn prepare(&self, id: StepId, step: Step) -> InFlight {
         let Step { template, rows, states, priority } = step;
-        let start = Instant::now();
+        let start = (self.clock)();
         let shares_sequence = |other: &InFlight| {
             other.run.rows().segments.iter().any(|a| rows.segments.iter().any(|b| a.sequence == b.sequence))
         };
@@ -419,7 +433,7 @@ impl Executor {
             step.complete(*node, *elapsed_ns);
         }
         if self.keeps_spans {
-            let end_ns = step.start.elapsed().as_nanos() as u64;
+            let end_ns = ((self.clock)() - step.start).as_nanos() as u64;
             step.spans.extend(span::before(&step.template, &nodes, &elapsed_ns, end_ns));
         }
         if let Some(reason) = failure {
@@ -445,7 +459,7 @@ impl Executor {
         let id = self.steps.iter().find(|(_, step)| is_through(step)).map(|(id, _)| *id)?;
         let step = self.steps.remove(&id).expect("found above");
         let (rows, lane) = (step.run.rows().num_rows(), step.template.lane);
-        let finished = step.finish(id);
+        let finished = step.finish(id, (self.clock)());
         if lane == Lane::Prefill {
             self.feature.observe(rows, &finished.ledger.total_operations());
         }
@@ -507,8 +521,8 @@ impl InFlight {
         self.take_ledger()
     }
 
-    fn finish(mut self, id: StepId) -> FinishedStep {
-        let (ledger, elapsed) = (self.take_ledger(), self.start.elapsed());
+    fn finish(mut self, id: StepId, now: Instant) -> FinishedStep {
+        let (ledger, elapsed) = (self.take_ledger(), now - self.start);
         let mut run = self.run;
         // Devices drop their references before they report, but for those with nothing left to report.
         let run = loop {

@@ -12,5 +12,6 @@ pub(crate) mod logits;
 pub(crate) mod plan;
 pub(crate) mod run;
 pub(crate) mod serve;
+pub(crate) mod sim;
 pub(crate) mod synth;
 pub(crate) mod tune;

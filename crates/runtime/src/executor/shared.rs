@@ -63,7 +63,7 @@ impl Executor {
         let parts: Vec<RunningPart> =
             schedule.parts.into_iter().map(|(device, part, tile)| RunningPart { device, part, tile }).collect();
         let work: Vec<(DeviceId, Part)> = parts.iter().map(|running| (running.device, running.part.clone())).collect();
-        let (kind, key, left, start) = (shared.kind, shared.key, parts.len(), Instant::now());
+        let (kind, key, left, start) = (shared.kind, shared.key, parts.len(), (self.clock)());
         step.shared.insert(node, SharedRun { kind, key, parts, left, tiles, start });
         work.into_iter().try_for_each(|(device, part)| self.hand_over_part(step, node, kind, device, part))
     }
@@ -154,7 +154,7 @@ impl Executor {
         entry.longest_ns = entry.longest_ns.max(elapsed_ns);
         if self.keeps_spans {
             let scope = step.template.graph().node(node).scope;
-            let end_ns = step.start.elapsed().as_nanos() as u64;
+            let end_ns = ((self.clock)() - step.start).as_nanos() as u64;
             let start_ns = end_ns.saturating_sub(elapsed_ns);
             step.spans.push(Span { kind, scope, device: *device, start_ns, end_ns });
         }
@@ -167,7 +167,7 @@ impl Executor {
         if shared.left > 0 {
             return Ok(None);
         }
-        operations.region_ns += shared.start.elapsed().as_nanos() as u64;
+        operations.region_ns += ((self.clock)() - shared.start).as_nanos() as u64;
         *operations.last.entry(*device).or_default() += 1;
         step.shared.remove(&node);
         step.left -= 1;

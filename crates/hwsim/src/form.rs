@@ -1,0 +1,182 @@
+//! The graph in the operations that were measured: projections of a layer that share an input are one *stack* and are handed
+//! over once, and a shared expert that is to be split is two operations, gate with up and down.
+//!
+//! Only operations are regrouped. Work, values and dependencies are those of the emitted graph.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use troika_graph::{Element, GraphBuilder, Kind, Node, NodeId, Op, Role, Scope, StepGraph, ValueId, WeightRef};
+
+/// Operations that engines may take part in, in the spelling of the hybrid spec (4.5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Projection {
+    /// `wq_b`, with the indexer's in layers that have one.
+    Query,
+    WoA,
+    WoB,
+    /// Gate and up of the shared expert.
+    Mlp,
+    /// Down of the shared expert.
+    MlpDown,
+    /// The whole shared expert as one procedure.
+    Shared,
+    /// `wq_a` and `wkv`, with the compressor's pair in layers that have one.
+    AttentionInput,
+    /// The same in layers with an indexer, with its projections.
+    AttentionInputSparse,
+}
+
+impl Projection {
+    pub const ALL: [Self; 8] = [
+        Self::Query,
+        Self::WoA,
+        Self::WoB,
+        Self::Mlp,
+        Self::MlpDown,
+        Self::Shared,
+        Self::AttentionInput,
+        Self::AttentionInputSparse,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Query => "query",
+            Self::WoA => "wo_a",
+            Self::WoB => "wo_b",
+            Self::Mlp => "mlp",
+            Self::MlpDown => "mlp_down",
+            Self::Shared => "shared",
+            Self::AttentionInput => "attention_input",
+            Self::AttentionInputSparse => "attention_input_sparse",
+        }
+    }
+
+    /// What a node of a regrouped graph is, if engines may take part in it.
+    pub fn of(node: &Node) -> Option<Self> {
+        if !matches!(node.scope, Scope::Layer(_)) {
+            return None;
+        }
+        match &node.op {
+            Op::GroupedLinear { .. } => Some(Self::WoA),
+            Op::SharedExpert { .. } => Some(Self::Shared),
+            Op::Linear { weights } => match weights[0].key.role {
+                Role::WqB => Some(Self::Query),
+                Role::WoB => Some(Self::WoB),
+                Role::SharedW1 => Some(Self::Mlp),
+                Role::SharedW2 => Some(Self::MlpDown),
+                Role::WqA if weights.iter().any(|w| w.key.role == Role::IndexerWeightsProj) => {
+                    Some(Self::AttentionInputSparse)
+                }
+                Role::WqA => Some(Self::AttentionInput),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+}
+
+impl fmt::Display for Projection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Projection {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|projection| projection.name() == text).ok_or_else(|| {
+            let known: Vec<&str> = Self::ALL.iter().map(|projection| projection.name()).collect();
+            format!("no operation {text}; there are {}", known.join(", "))
+        })
+    }
+}
+
+/// What a price is called that is no projection's.
+pub(crate) fn operation_name(node: &Node) -> &'static str {
+    match node.op {
+        Op::Linear { .. } => node.kind.name(),
+        _ => node.op.name(),
+    }
+}
+
+/// Which stack a product belongs to.
+fn stack_of(role: Role) -> Option<Projection> {
+    match role {
+        Role::WqB | Role::IndexerWqB => Some(Projection::Query),
+        Role::WqA
+        | Role::Wkv
+        | Role::CompressorWkv
+        | Role::CompressorWgate
+        | Role::IndexerCompressorWkv
+        | Role::IndexerCompressorWgate
+        | Role::IndexerWeightsProj => Some(Projection::AttentionInput),
+        _ => None,
+    }
+}
+
+/// `graph` in the operations that were measured; `cut_shared` makes two of each shared expert.
+pub(crate) fn regroup(graph: &StepGraph, cut_shared: bool) -> StepGraph {
+    let mut builder = GraphBuilder::new(graph.num_rows(), graph.num_logit_rows());
+    for value in graph.values() {
+        builder.value_of(value.rows, value.cols, value.element);
+    }
+    // The first node of each stack stands for all.
+    let mut stacks: BTreeMap<(Scope, ValueId, Projection), Vec<NodeId>> = BTreeMap::new();
+    for (index, node) in graph.nodes().iter().enumerate() {
+        if let Some(key) = stack_key(node) {
+            stacks.entry(key).or_default().push(NodeId(index as u32));
+        }
+    }
+    for (index, node) in graph.nodes().iter().enumerate() {
+        match (&node.op, stack_key(node)) {
+            (_, Some(key)) => {
+                let members = &stacks[&key];
+                if members[0] == NodeId(index as u32) {
+                    builder.push(stack(graph, members));
+                }
+            }
+            (Op::SharedExpert { w1, w2, w3, .. }, None) if cut_shared => {
+                let inner = [*w1, *w3].map(|weight| builder.value(weight.rows, Element::F32)).to_vec();
+                let mut push = |weights: Vec<WeightRef>, inputs: &[ValueId], outputs: &[ValueId]| {
+                    let (inputs, outputs, state) = (inputs.to_vec(), outputs.to_vec(), Vec::new());
+                    let (op, scope, kind) = (Op::Linear { weights }, node.scope, Kind::SharedExpert);
+                    builder.push(Node { op, inputs, outputs, scope, kind, state });
+                };
+                push(vec![*w1, *w3], &node.inputs, &inner);
+                push(vec![*w2], &inner, &node.outputs);
+            }
+            _ => builder.push(node.clone()),
+        }
+    }
+    for (tap, value) in graph.taps() {
+        builder.tap(tap.scope, tap.name, *value);
+    }
+    builder.build()
+}
+
+fn stack_key(node: &Node) -> Option<(Scope, ValueId, Projection)> {
+    let Op::Linear { weights } = &node.op else { return None };
+    let layer = matches!(node.scope, Scope::Layer(_));
+    let stack = stack_of(weights[0].key.role).filter(|_| layer)?;
+    Some((node.scope, node.inputs[0], stack))
+}
+
+fn stack(graph: &StepGraph, members: &[NodeId]) -> Node {
+    let mut stacked = graph.node(members[0]).clone();
+    let mut all = Vec::new();
+    let mut outputs = Vec::new();
+    for id in members {
+        let node = graph.node(*id);
+        let Op::Linear { weights } = &node.op else { unreachable!("only products are stacked") };
+        all.extend(weights.iter().copied());
+        outputs.extend(node.outputs.iter().copied());
+    }
+    stacked.op = Op::Linear { weights: all };
+    stacked.outputs = outputs;
+    stacked
+}

@@ -1,0 +1,499 @@
+//! A machine with a model, and runs on it: the scheduler's chunks through the executor's schedule on simulated devices.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+use troika_base::{NumericClass, RequestId, SequenceId};
+use troika_device::{SequenceState, StateShape};
+use troika_graph::{Acceptance, Segment, StepGraph, StepRows};
+use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
+use troika_runtime::plan::Lane as StepLane;
+use troika_runtime::{DeviceId, Executor, Plan, Priority, Step, Template};
+use troika_scheduler::{
+    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Scheduler, StateCost, Urgency,
+};
+
+use crate::SimError;
+use crate::faults::Faults;
+use crate::form::{Projection, regroup};
+use crate::plan::{Built, LeftOut, Placement, PlanSpec, Shapes, build, pack_shapes};
+use crate::prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind, SCHEMA};
+use crate::profile::{Checkpoint, Profile};
+use crate::world::{Usage, World};
+
+/// A machine, a model on it, and the way it is stored.
+pub struct Machine {
+    profile: Profile,
+    checkpoint: Checkpoint,
+    model: String,
+    emitter: Emitter,
+    /// Graphs by rows, and by whether shared experts are cut: emission takes longer than a run.
+    graphs: Graphs,
+}
+
+type Graphs = Arc<Mutex<BTreeMap<(usize, bool), Arc<StepGraph>>>>;
+
+/// Which of the three that a benchmark compares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Arm {
+    /// A: the primary device in stock geometry.
+    Stock,
+    /// B: the primary device in the plan's geometry.
+    Matched,
+    /// C: with engines.
+    Hybrid,
+}
+
+/// One run.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// Tokens of each prompt, at least 2; the last one belongs to decode.
+    pub prompt_tokens: usize,
+    pub arm: Arm,
+    /// What engines do in the hybrid arm; its tile also is the geometry of the matched arm.
+    pub plan: PlanSpec,
+    /// Configured width of a step.
+    pub step: usize,
+    /// Not to be widened to the tile.
+    pub honour_step: bool,
+    /// Tokens of a cache block.
+    pub block: usize,
+    /// Prefill steps in flight.
+    pub wavefront: usize,
+    /// Prompts at once, all alike.
+    pub concurrency: usize,
+    /// Rows of several prompts may share a step; otherwise each step has one prompt's.
+    pub packed: bool,
+    pub faults: Faults,
+}
+
+impl Run {
+    /// One prompt, stock settings, nothing in flight beside it.
+    pub fn new(prompt_tokens: usize, arm: Arm, plan: PlanSpec) -> Self {
+        Self {
+            prompt_tokens,
+            arm,
+            plan,
+            step: STOCK_STEP,
+            honour_step: false,
+            block: STOCK_BLOCK,
+            wavefront: 1,
+            concurrency: 1,
+            packed: true,
+            faults: Faults::default(),
+        }
+    }
+}
+
+/// Width of a step and tokens of a block unless somebody says otherwise (hybrid spec, 12.1: arm A).
+pub const STOCK_STEP: usize = 2048;
+pub const STOCK_BLOCK: usize = 256;
+/// More steps in flight than any server keeps.
+const MAX_WAVEFRONT: usize = 16;
+const MAX_CONCURRENCY: usize = 256;
+
+/// Models that profiles may name, and their configurations.
+const MODELS: [(&str, &str); 1] =
+    [("v4-flash-0731", include_str!("../../../models/configs/deepseek-v4-flash.json"))];
+
+impl Machine {
+    /// `profile` with a model of [`Self::models`], stored as `checkpoint`.
+    ///
+    /// # Errors
+    ///
+    /// If model or checkpoint are unknown to the profile.
+    pub fn new(profile: Profile, model: &str, checkpoint: &str) -> Result<Self, SimError> {
+        let checkpoint = profile.checkpoint(checkpoint)?.clone();
+        let found = MODELS.iter().find(|(name, _)| *name == model);
+        let unknown =
+            || SimError::UnknownName { what: "model", name: model.to_owned(), known: Self::models().join(", ") };
+        let (_, text) = found.ok_or_else(unknown)?;
+        if profile.model != model {
+            let (profile, priced) = (profile.name, profile.model);
+            return Err(SimError::OtherModel { profile, priced, model: model.to_owned() });
+        }
+        let config = ModelConfig::from_json(text)
+            .map_err(|error| SimError::Malformed { origin: model.to_owned(), reason: error.to_string() })?;
+        Ok(Self::with_config(profile, checkpoint, model, config))
+    }
+
+    pub(crate) fn with_config(profile: Profile, checkpoint: Checkpoint, model: &str, config: ModelConfig) -> Self {
+        let facts = ModelFacts::expected(&config);
+        let (model, emitter) = (model.to_owned(), Emitter::new(config, facts));
+        Self { profile, checkpoint, model, emitter, graphs: Graphs::default() }
+    }
+
+    /// Names of the models that can be simulated.
+    pub fn models() -> Vec<&'static str> {
+        MODELS.iter().map(|(name, _)| *name).collect()
+    }
+
+    /// The same with engines that are so many times as fast.
+    ///
+    /// # Errors
+    ///
+    /// If that is no positive number.
+    pub fn with_engine_rate(&self, factor: f64) -> Result<Self, SimError> {
+        if !(factor > 0.0 && factor.is_finite()) {
+            return Err(SimError::Run(format!("engines cannot be {factor} times as fast")));
+        }
+        let mut profile = self.profile.clone();
+        profile.projections.iter_mut().for_each(|cost| cost.engine_ms /= factor);
+        Ok(self.with_profile(profile))
+    }
+
+    /// The same where joining parts costs so many milliseconds of synchronization.
+    ///
+    /// # Errors
+    ///
+    /// If that is no time.
+    pub fn with_sync_ms(&self, ms: f64) -> Result<Self, SimError> {
+        if !(ms >= 0.0 && ms.is_finite()) {
+            return Err(SimError::Run(format!("synchronization cannot take {ms} ms")));
+        }
+        let mut profile = self.profile.clone();
+        profile.join.sync_ms = ms;
+        Ok(self.with_profile(profile))
+    }
+
+    fn with_profile(&self, profile: Profile) -> Self {
+        let (checkpoint, model) = (self.checkpoint.clone(), self.model.clone());
+        Self { profile, checkpoint, model, emitter: self.emitter.clone(), graphs: Arc::clone(&self.graphs) }
+    }
+
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    pub fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// Operations that engines may take part in: those that have a price.
+    pub fn projections(&self) -> Vec<Projection> {
+        self.profile.projections.iter().map(|cost| cost.name).collect()
+    }
+
+    /// Predicted milliseconds of an operation on one tile, averaged over the layers: on the primary device, and as placed, join
+    /// included, with nothing beside it.
+    ///
+    /// # Errors
+    ///
+    /// If the profile lacks it.
+    pub fn operation_ms(
+        &self,
+        projection: Projection,
+        placement: Placement,
+        tile: usize,
+    ) -> Result<(Predicted<f64>, Predicted<f64>), SimError> {
+        let cost = self.profile.projection(projection)?;
+        let scale = tile as f64 / self.profile.tile as f64;
+        let join = self.profile.join.handover_ms + self.profile.join.sync_ms + cost.merge_ms * scale;
+        let launch = self.profile.engines.launch_ms;
+        let placed = match placement {
+            Placement::Off => cost.primary_ms * scale,
+            Placement::Whole => launch + cost.engine_ms * scale + join,
+            Placement::Split { engines, cpu } => {
+                let branches = [
+                    launch + cost.engine_ms * engines * scale,
+                    cost.cpu_ms.unwrap_or_default() * cpu * scale,
+                    cost.primary_ms * (1.0 - engines - cpu) * scale,
+                ];
+                branches.into_iter().fold(0.0, f64::max) + join
+            }
+        };
+        Ok((Predicted(cost.primary_ms * scale), Predicted(placed)))
+    }
+
+    /// Least rows that are worth a padded tile (hybrid spec, 4.4), 0 if none are: those that keep the primary device as long
+    /// as a tile with engines does.
+    fn tail_threshold(&self, run: &Run) -> Result<usize, SimError> {
+        if let Some(threshold) = run.plan.tail_threshold {
+            return Ok(threshold);
+        }
+        let tile = run.plan.tile;
+        let (mut alone, mut hybrid) = (0.0, 0.0);
+        for (projection, placement) in run.plan.placed() {
+            let (primary, mut placed) = self.operation_ms(projection, placement, tile)?;
+            // What runs beside others costs the primary device its join alone.
+            if placement == Placement::Whole && (projection == Projection::Shared || run.wavefront > 1) {
+                let cost = self.profile.projection(projection)?;
+                placed.0 -= self.profile.engines.launch_ms + cost.engine_ms * tile as f64 / self.profile.tile as f64;
+            }
+            alone += primary.0;
+            hybrid += placed.0;
+        }
+        let threshold = (tile as f64 * hybrid / alone).ceil();
+        Ok(if threshold < tile as f64 { threshold.max(2.0) as usize } else { 0 })
+    }
+
+    /// Simulates one run.
+    ///
+    /// # Errors
+    ///
+    /// If the run makes no sense on this machine, or the profile lacks an operation.
+    pub fn prefill(&self, run: &Run) -> Result<Prediction, SimError> {
+        self.check(run)?;
+        let is_hybrid = run.arm == Arm::Hybrid;
+        let cut_shared = is_hybrid && run.plan.cuts_shared();
+        let spec = if is_hybrid { run.plan.clone() } else { PlanSpec::primary(run.plan.tile) };
+        let mut unavailable = None;
+        let Built { plan, left_out } = match (is_hybrid, run.faults.load_error) {
+            (true, None) => {
+                let graph = self.graph(run.plan.tile, cut_shared);
+                let source = Shapes::of(&graph, self.checkpoint.formats);
+                let threshold = self.tail_threshold(run)?;
+                build(&graph, &spec, threshold, &self.profile, &source, &run.faults, &mut pack_shapes())
+            }
+            (true, Some(code)) => {
+                let reason = format!("load: code {code}");
+                unavailable = Some(reason.clone());
+                let left = spec.placed().map(|(projection, _)| LeftOut { projection, layers: 0, reason: reason.clone() });
+                Built { plan: Plan::primary(), left_out: left.collect() }
+            }
+            (false, _) => Built { plan: Plan::primary(), left_out: Vec::new() },
+        };
+        if is_hybrid && plan.is_primary() && unavailable.is_none() {
+            unavailable = Some(left_out.first().map_or("nothing is placed".to_owned(), |left| left.reason.clone()));
+        }
+        let geometry = self.geometry(run);
+        let world = World::new(&self.profile, &self.checkpoint, &run.faults, run.plan.blocking, None);
+        let clock = {
+            let world = Arc::clone(&world);
+            Arc::new(move || world.now())
+        };
+        let mut executor = Executor::with_clock(world.devices(), plan, clock);
+        if let Some(reason) = unavailable {
+            executor.set_unavailable(reason);
+        } else if !geometry.reachable {
+            executor.set_idle("step_limit");
+        }
+        let mut session = Session {
+            machine: self,
+            run,
+            cut_shared,
+            world: &world,
+            executor,
+            templates: BTreeMap::new(),
+            widths: BTreeMap::new(),
+            narrowed_by: BTreeMap::new(),
+        };
+        session.compute_prompts(geometry)?;
+        Ok(session.prediction(geometry, spec, left_out))
+    }
+
+    fn check(&self, run: &Run) -> Result<(), SimError> {
+        let refuse = |reason: String| Err(SimError::Run(reason));
+        if run.prompt_tokens < 2 || run.prompt_tokens > self.emitter.config().max_position_embeddings {
+            let most = self.emitter.config().max_position_embeddings;
+            return refuse(format!("a prompt has 2 to {most} tokens, not {}", run.prompt_tokens));
+        }
+        if run.step == 0 || run.block == 0 {
+            return refuse("step and block have at least one token".to_owned());
+        }
+        if !(1..=MAX_WAVEFRONT).contains(&run.wavefront) {
+            return refuse(format!("1 to {MAX_WAVEFRONT} steps are in flight, not {}", run.wavefront));
+        }
+        if !(1..=MAX_CONCURRENCY).contains(&run.concurrency) {
+            return refuse(format!("1 to {MAX_CONCURRENCY} prompts at once, not {}", run.concurrency));
+        }
+        if let Some((instance, factor)) = run.faults.slow_instance
+            && (instance >= self.profile.engines.instances || !(factor > 0.0 && factor.is_finite()))
+        {
+            return refuse(format!("instance {instance} cannot be {factor} times as slow"));
+        }
+        if !(0.0..1.0).contains(&run.faults.jitter) {
+            return refuse(format!("times vary by less than all of them, not by {}", run.faults.jitter));
+        }
+        if run.faults.corrupt {
+            return refuse("no weights, no numbers: nothing to corrupt".to_owned());
+        }
+        run.plan.check(&self.profile)
+    }
+
+    fn geometry(&self, run: &Run) -> Geometry {
+        let request = GeometryRequest {
+            tile: (run.arm != Arm::Stock).then_some(run.plan.tile),
+            step: run.step,
+            honour_step: run.honour_step,
+            block: run.block,
+            cache: false,
+            snapshot_spacing: run.plan.tile,
+        };
+        Geometry::resolve(&request, |_| true)
+    }
+
+    fn graph(&self, rows: usize, cut_shared: bool) -> Arc<StepGraph> {
+        let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
+        let emit = || {
+            let (class, debug_blocks) = (NumericClass::Fast, None);
+            // The published runs select in every step.
+            let signature =
+                StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks };
+            Arc::new(regroup(&self.emitter.trunk(&signature), cut_shared))
+        };
+        Arc::clone(graphs.entry((rows, cut_shared)).or_insert_with(emit))
+    }
+}
+
+/// A run under way.
+struct Session<'a> {
+    machine: &'a Machine,
+    run: &'a Run,
+    cut_shared: bool,
+    world: &'a Arc<World>,
+    executor: Executor,
+    templates: BTreeMap<usize, Arc<Template>>,
+    widths: BTreeMap<usize, u64>,
+    narrowed_by: BTreeMap<&'static str, u64>,
+}
+
+impl Session<'_> {
+    fn compute_prompts(&mut self, geometry: Geometry) -> Result<(), SimError> {
+        let run = self.run;
+        let mut scheduler = Scheduler::new(Limits {
+            geometry,
+            budget_tokens: geometry.step,
+            wavefront: run.wavefront,
+            max_running: run.concurrency,
+            max_queued: run.concurrency,
+            // Nobody waits for tokens here.
+            max_itl_us: u64::MAX / 4,
+            state_bytes: u64::MAX,
+            state_cost: StateCost::default(),
+            replay_decoded: false,
+        });
+        let ids = || (0..run.concurrency as u64).map(RequestId);
+        for id in ids() {
+            let new = NewSequence { tokens: run.prompt_tokens, urgency: Urgency::Normal, deadline_us: None };
+            scheduler.submit(id, new).expect("the queue holds all of them");
+        }
+        for id in scheduler.admit() {
+            scheduler.attached(id, 0);
+        }
+        let shape = StateShape::default();
+        let states: Vec<Arc<SequenceState>> = ids().map(|_| Arc::new(SequenceState::new(&shape))).collect();
+        // Of each planned step: model calls that are not done, and when the first began.
+        let mut planned: BTreeMap<u64, (usize, u64)> = BTreeMap::new();
+        let mut waiting: VecDeque<(u64, Vec<Part>)> = VecDeque::new();
+        let mut calls = BTreeMap::new();
+        loop {
+            while scheduler.has_room(Lane::Prefill) {
+                let plan = scheduler.plan(Lane::Prefill, self.world.now_ns() / 1000);
+                if plan.parts.is_empty() {
+                    break;
+                }
+                for narrowing in plan.parts.iter().flat_map(|part| &part.chunk.narrowed_by) {
+                    *self.narrowed_by.entry(narrowing.rule.name()).or_default() += 1;
+                    self.executor.note_narrowed(narrowing.rule.name());
+                }
+                let groups: Vec<Vec<Part>> = match run.packed {
+                    true => vec![plan.parts],
+                    false => plan.parts.into_iter().map(|part| vec![part]).collect(),
+                };
+                planned.insert(plan.number, (groups.len(), self.world.now_ns()));
+                waiting.extend(groups.into_iter().map(|group| (plan.number, group)));
+            }
+            while self.executor.num_in_flight() < run.wavefront
+                && let Some((number, parts)) = waiting.pop_front()
+            {
+                let step = self.step(&parts, &states)?;
+                calls.insert(self.executor.submit(step)?, number);
+            }
+            if calls.is_empty() {
+                return Ok(());
+            }
+            let finished = self.executor.next_done()?;
+            let number = calls.remove(&finished.ticket).expect("every call is noted");
+            let longest_us = finished.ledger.device_total(DeviceId::PRIMARY).longest_ns / 1000;
+            self.executor.recycle(finished.run);
+            let (left, start_ns) = planned.get_mut(&number).expect("every step is noted");
+            *left -= 1;
+            if *left == 0 {
+                let now_ns = self.world.now_ns();
+                let elapsed_us = (now_ns - *start_ns) / 1000;
+                scheduler.complete(number, now_ns / 1000, elapsed_us, longest_us);
+                planned.remove(&number);
+                for id in ids() {
+                    if scheduler.num_computed_tokens(id) + 1 == run.prompt_tokens {
+                        scheduler.end(id);
+                    }
+                }
+            }
+        }
+    }
+
+    fn step(&mut self, parts: &[Part], states: &[Arc<SequenceState>]) -> Result<Step, SimError> {
+        let mut rows = StepRows::default();
+        for Part { request, chunk } in parts {
+            let (row, sequence) = (rows.tokens.len(), SequenceId(request.0));
+            rows.tokens.resize(row + chunk.width, 0);
+            let acceptance = Acceptance::Whole;
+            rows.segments.push(Segment { sequence, row, rows: chunk.width, position: chunk.start, acceptance });
+        }
+        let width = rows.num_rows();
+        *self.widths.entry(width).or_default() += 1;
+        let template = match self.templates.get(&width) {
+            Some(known) => Arc::clone(known),
+            None => {
+                let graph = self.machine.graph(width, self.cut_shared);
+                let template = self.executor.template(StepGraph::clone(&graph), StepLane::Prefill);
+                self.world.price(template.graph())?;
+                self.templates.insert(width, Arc::clone(&template));
+                template
+            }
+        };
+        let states = parts.iter().map(|part| Arc::clone(&states[part.request.0 as usize])).collect();
+        Ok(Step { template, rows, states, priority: Priority::Prefill })
+    }
+
+    fn prediction(self, geometry: Geometry, spec: PlanSpec, left_out: Vec<LeftOut>) -> Prediction {
+        let Self { machine, run, world, executor, widths, narrowed_by, .. } = self;
+        let Usage { busy_ms, by_operation } = world.usage();
+        let total_ms = world.now_ns() as f64 / 1e6;
+        let operations = executor.totals().total_operations();
+        let names = executor.devices().iter().map(|device| device.capabilities().name.clone());
+        let devices = names.zip(&busy_ms).map(|(name, ms)| DeviceUse {
+            name,
+            busy_ms: Predicted(*ms),
+            duty: Predicted(if total_ms > 0.0 { ms / total_ms } else { 0.0 }),
+        });
+        let instances = machine.profile.engines.instances;
+        let operation_records = by_operation.iter().map(|(operation, usage)| OperationRecord {
+            operation,
+            primary_ms: Predicted(usage.device_ms[0]),
+            engines_ms: Predicted(usage.device_ms[1..=instances].iter().sum()),
+            cpu_ms: Predicted(usage.device_ms[1 + instances..].iter().sum()),
+            join_ms: Predicted(usage.join_ms),
+        });
+        let prefill_tokens = (run.prompt_tokens - 1) * run.concurrency;
+        Prediction {
+            kind: RecordKind::Prediction,
+            schema: SCHEMA,
+            profile: machine.profile.name.clone(),
+            model: machine.model.clone(),
+            checkpoint: machine.checkpoint.name.clone(),
+            arm: run.arm,
+            prompt_tokens: run.prompt_tokens,
+            concurrency: run.concurrency,
+            packed: run.packed,
+            wavefront: run.wavefront,
+            plan: (run.arm == Arm::Hybrid).then_some(spec),
+            faults: (run.faults != Faults::default()).then(|| run.faults.clone()),
+            geometry: geometry.to_string(),
+            prefill_tokens,
+            prefill_tps: Predicted(prefill_tokens as f64 / total_ms * 1e3),
+            prefill_ms: Predicted(total_ms),
+            planned: operations.planned,
+            dispatched: operations.dispatched(),
+            verdict: if run.arm == Arm::Hybrid { executor.feature().state().to_string() } else { "off".to_owned() },
+            widths,
+            narrowed_by,
+            devices: devices.collect(),
+            operations: operation_records.collect(),
+            left_out,
+        }
+    }
+}

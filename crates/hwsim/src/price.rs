@@ -1,0 +1,254 @@
+//! What each node of a graph costs on each device, by the numbers of a profile: `t = a + work · m` (hybrid spec, 12.3).
+
+use std::collections::BTreeMap;
+
+use troika_device::Part;
+use troika_device::npu::Body;
+use troika_graph::op::AttentionPattern;
+use troika_graph::{Node, NodeId, Op, Segment, StepGraph, WeightRef};
+
+use crate::SimError;
+use crate::form::{Projection, operation_name};
+use crate::profile::{Checkpoint, Profile};
+
+/// Prices of a graph's nodes.
+#[derive(Debug)]
+pub(crate) struct Prices {
+    nodes: Vec<Price>,
+    tile: f64,
+    instances: f64,
+    launch_ms: f64,
+    join_ms: f64,
+    resumed_after: usize,
+}
+
+#[derive(Debug)]
+struct Price {
+    /// What times are added up under.
+    name: &'static str,
+    /// Of a tile on the primary device.
+    primary_ms: f64,
+    /// Once per step.
+    call_ms: f64,
+    resumed_ms: f64,
+    /// Of a tile on all instances together.
+    engine_ms: f64,
+    cpu_ms: f64,
+    merge_ms: f64,
+    /// Multiply-adds per row, of a projection.
+    work: f64,
+    /// What grows with the context.
+    seen: Option<Seen>,
+}
+
+/// Work that depends on how many rows of state a token sees.
+#[derive(Clone, Copy, Debug)]
+struct Seen {
+    /// Floating-point operations per visible row, milliseconds each.
+    ms_per_row: f64,
+    /// Rows of the window, 0 = none.
+    window: usize,
+    /// Tokens of a row, 0 = none.
+    ratio: usize,
+    /// Rows that were chosen; as many are read, visible or not.
+    chosen: usize,
+}
+
+impl Prices {
+    /// Prices every node.
+    ///
+    /// # Errors
+    ///
+    /// If the profile lacks an operation.
+    pub(crate) fn of(graph: &StepGraph, profile: &Profile, checkpoint: &Checkpoint) -> Result<Self, SimError> {
+        // Times are averages over the layers: of a kind, all nodes together cost so many times what the profile says.
+        let layers = graph.nodes().iter().filter_map(|node| layer_of(node)).max().map_or(1, |last| last + 1) as f64;
+        let mut weights: BTreeMap<&'static str, f64> = BTreeMap::new();
+        for node in graph.nodes() {
+            *weights.entry(name_of(node)).or_default() += weight_of(graph, node);
+        }
+        let nodes = graph.nodes().iter().map(|node| {
+            let name = name_of(node);
+            let scale = layers * weight_of(graph, node) / weights[name];
+            let extra = checkpoint.extra_ms.get(name).copied().unwrap_or(0.0);
+            let price = match Projection::of(node) {
+                Some(projection) => {
+                    let cost = profile.projection(projection)?;
+                    Price {
+                        name,
+                        primary_ms: scale * (cost.primary_ms + extra),
+                        call_ms: 0.0,
+                        resumed_ms: 0.0,
+                        engine_ms: scale * cost.engine_ms,
+                        cpu_ms: scale * cost.cpu_ms.unwrap_or_default(),
+                        merge_ms: scale * cost.merge_ms,
+                        work: node.op.weights().iter().map(multiply_adds).sum(),
+                        seen: None,
+                    }
+                }
+                None => {
+                    let cost = profile.operation(name)?;
+                    Price {
+                        name,
+                        primary_ms: scale * (cost.ms + extra),
+                        call_ms: scale * cost.call_ms,
+                        resumed_ms: scale * cost.resumed_ms,
+                        engine_ms: 0.0,
+                        cpu_ms: 0.0,
+                        merge_ms: 0.0,
+                        work: 0.0,
+                        seen: cost.tflops.and_then(|rate| seen(graph, node, rate)),
+                    }
+                }
+            };
+            Ok(price)
+        });
+        Ok(Self {
+            nodes: nodes.collect::<Result<_, SimError>>()?,
+            tile: profile.tile as f64,
+            instances: profile.engines.instances as f64,
+            launch_ms: profile.engines.launch_ms,
+            join_ms: profile.join.handover_ms + profile.join.sync_ms,
+            resumed_after: profile.calls.resumed_after,
+        })
+    }
+
+    fn price(&self, node: NodeId) -> &Price {
+        &self.nodes[node.0 as usize]
+    }
+
+    /// What its times are added up under.
+    pub(crate) fn name(&self, node: NodeId) -> &'static str {
+        self.price(node).name
+    }
+
+    /// A whole node on the primary device.
+    pub(crate) fn primary_ms(&self, node: NodeId, segments: &[Segment]) -> f64 {
+        let price = self.price(node);
+        let rows: usize = segments.iter().map(|segment| segment.rows).sum();
+        let resumed = segments.iter().any(|segment| segment.position > self.resumed_after);
+        let seen = price.seen.map_or(0.0, |seen| segments.iter().map(|segment| seen.ms(segment)).sum());
+        let call = price.call_ms + if resumed { price.resumed_ms } else { 0.0 };
+        price.primary_ms * rows as f64 / self.tile + call + seen
+    }
+
+    /// A part on the primary device.
+    pub(crate) fn primary_part_ms(&self, node: NodeId, part: &Part) -> f64 {
+        let price = self.price(node);
+        price.primary_ms * self.share(price, part) * part.rows.len() as f64 / self.tile
+    }
+
+    /// A part on the CPU.
+    pub(crate) fn cpu_part_ms(&self, node: NodeId, part: &Part) -> f64 {
+        let price = self.price(node);
+        price.cpu_ms * self.share(price, part) * part.rows.len() as f64 / self.tile
+    }
+
+    /// A part on one instance, which always does a whole tile.
+    pub(crate) fn engine_part_ms(&self, node: NodeId, part: &Part) -> f64 {
+        let price = self.price(node);
+        let tiles = part.procedure.tile as f64 / self.tile;
+        self.launch_ms + price.engine_ms * self.instances * self.share(price, part) * tiles
+    }
+
+    /// Joining the parts of so many rows.
+    pub(crate) fn join_ms(&self, node: NodeId, rows: usize) -> f64 {
+        self.join_ms + self.price(node).merge_ms * rows as f64 / self.tile
+    }
+
+    /// What part of the node's multiply-adds.
+    fn share(&self, price: &Price, part: &Part) -> f64 {
+        let work = match &part.procedure.body {
+            Body::SharedExpert { .. } => price.work,
+            Body::Products { .. } => part.procedure.work() as f64,
+        };
+        work / price.work
+    }
+}
+
+impl Seen {
+    fn ms(&self, segment: &Segment) -> f64 {
+        let (first, last) = (segment.position + 1, segment.position + segment.rows);
+        let mut rows = (segment.rows * self.chosen) as f64;
+        if self.window > 0 {
+            let full = last.saturating_sub(self.window.max(first - 1));
+            let growing = segment.rows - full;
+            rows += (full * self.window) as f64 + growing as f64 * (2 * first + growing).saturating_sub(1) as f64 / 2.0;
+        }
+        if self.ratio > 0 {
+            rows += blocks_up_to(last, self.ratio) - blocks_up_to(first - 1, self.ratio);
+        }
+        rows * self.ms_per_row
+    }
+}
+
+/// Sum of `t div ratio` for `t` from 1 to `last`.
+fn blocks_up_to(last: usize, ratio: usize) -> f64 {
+    let whole = last / ratio;
+    (ratio * whole * whole.saturating_sub(1) / 2 + whole * (last + 1 - whole * ratio)) as f64
+}
+
+fn seen(graph: &StepGraph, node: &Node, tflops: f64) -> Option<Seen> {
+    let ms_per_flop = 1e-9 / tflops;
+    match &node.op {
+        Op::IndexTopk { indexer } => {
+            let flops = 2.0 * (indexer.heads * indexer.dim) as f64;
+            Some(Seen { ms_per_row: flops * ms_per_flop, window: 0, ratio: indexer.ratio, chosen: 0 })
+        }
+        Op::Attend { attention } if attention.pattern == AttentionPattern::Causal => {
+            let flops = 4.0 * (attention.heads * attention.head_dim) as f64;
+            let ids = node.inputs.get(1).map(|ids| graph.value(*ids).cols);
+            Some(Seen {
+                ms_per_row: flops * ms_per_flop,
+                window: attention.window,
+                ratio: if ids.is_some() { 0 } else { attention.ratio },
+                chosen: ids.unwrap_or(0),
+            })
+        }
+        _ => None,
+    }
+}
+
+fn name_of(node: &Node) -> &'static str {
+    Projection::of(node).map_or_else(|| operation_name(node), Projection::name)
+}
+
+fn layer_of(node: &Node) -> Option<u16> {
+    match node.scope {
+        troika_graph::Scope::Layer(layer) => Some(layer),
+        _ => None,
+    }
+}
+
+fn multiply_adds(weight: &WeightRef) -> f64 {
+    (weight.rows * weight.cols) as f64
+}
+
+/// How the time of a kind of node is distributed over its nodes.
+fn weight_of(graph: &StepGraph, node: &Node) -> f64 {
+    match &node.op {
+        Op::Linear { .. } | Op::GroupedLinear { .. } | Op::SharedExpert { .. } => {
+            node.op.weights().iter().map(multiply_adds).sum()
+        }
+        Op::Experts { w1, .. } => w1.len() as f64,
+        _ => node.inputs.iter().chain(&node.outputs).map(|value| graph.value(*value).len() as f64).sum(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use troika_base::SequenceId;
+    use troika_graph::Acceptance;
+
+    use super::*;
+
+    #[test]
+    fn visible_rows_are_those_of_a_plain_loop() {
+        let seen = Seen { ms_per_row: 1.0, window: 128, ratio: 4, chosen: 512 };
+        for (position, rows) in [(0, 1), (0, 127), (0, 128), (0, 4096), (100, 50), (126, 3), (4096, 4096), (5, 7)] {
+            let segment = Segment { sequence: SequenceId(0), row: 0, rows, position, acceptance: Acceptance::Whole };
+            let want: usize = (position..position + rows).map(|t| (t + 1).min(128) + (t + 1) / 4 + 512).sum();
+            assert_eq!(seen.ms(&segment), want as f64, "{rows} rows after {position}");
+        }
+    }
+}

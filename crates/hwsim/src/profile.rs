@@ -1,0 +1,319 @@
+//! A machine as data: what each operation costs on each of its engines, and where a number comes from. The format is
+//! described in docs/simulator.md.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use troika_device::npu::Limits;
+
+use crate::SimError;
+use crate::form::Projection;
+
+/// The profiles that come along, by name.
+const EMBEDDED: [(&str, &str); 1] = [("m3-ultra-512", include_str!("../../../profiles/m3-ultra-512.toml"))];
+
+/// A machine.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    pub name: String,
+    /// For people.
+    pub title: String,
+    /// The model whose operations are priced.
+    pub model: String,
+    /// Rows of a tile that all times are for.
+    pub tile: usize,
+    pub primary: Primary,
+    pub engines: Engines,
+    pub cpu: Option<Cpu>,
+    pub join: Join,
+    #[serde(rename = "projection")]
+    pub projections: Vec<ProjectionCost>,
+    pub calls: Calls,
+    #[serde(rename = "operation")]
+    pub operations: Vec<OperationCost>,
+    #[serde(rename = "checkpoint")]
+    pub checkpoints: Vec<Checkpoint>,
+}
+
+/// The device that runs everything nobody else does.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Primary {
+    pub name: String,
+}
+
+/// Neural engines, all alike.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Engines {
+    /// Instances are called by it and their number.
+    pub name: String,
+    pub instances: usize,
+    /// Of each submission.
+    pub launch_ms: f64,
+    pub min_tile: usize,
+    pub tile_multiple: usize,
+    pub channel_alignment: usize,
+    pub input_alignment: usize,
+    /// Most bytes of programs that an instance maps.
+    pub bank_bytes: u64,
+}
+
+/// Ordinary cores beside them, for shares of split projections.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cpu {
+    pub name: String,
+    pub channel_alignment: usize,
+}
+
+/// What joining the parts of an operation costs the primary device, besides its merge.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Join {
+    /// Until it is known that all parts are done.
+    pub handover_ms: f64,
+    /// Until the primary device runs at full speed again.
+    pub sync_ms: f64,
+}
+
+/// Where a number comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Basis {
+    /// By itself.
+    Measured,
+    /// So that whole runs come out.
+    Fitted,
+    /// Plausible; only sums are known.
+    Assumed,
+}
+
+/// Milliseconds of one tile, averaged over the layers of the model.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProjectionCost {
+    pub name: Projection,
+    /// All channels on the primary device.
+    pub primary_ms: f64,
+    /// All channels, each instance its share.
+    pub engine_ms: f64,
+    /// All channels on the CPU; none if it cannot take any.
+    pub cpu_ms: Option<f64>,
+    /// Joining the results in the order of the channels.
+    pub merge_ms: f64,
+    pub basis: Basis,
+}
+
+/// Fixed costs of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Calls {
+    /// Steps that go on with a sequence of more tokens pay `resumed_ms`.
+    pub resumed_after: usize,
+}
+
+/// An operation that the primary device alone does, by the name of [`troika_graph::Op::name`]; products that are no
+/// projection, by their kind.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OperationCost {
+    pub name: String,
+    /// Of a tile, averaged over the layers.
+    #[serde(default)]
+    pub ms: f64,
+    /// Speed of what grows with the visible context.
+    pub tflops: Option<f64>,
+    /// Once per step, averaged over the layers.
+    #[serde(default)]
+    pub call_ms: f64,
+    /// Besides, for steps that go on with a long sequence.
+    #[serde(default)]
+    pub resumed_ms: f64,
+    pub basis: Basis,
+}
+
+/// One way to store the model.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Checkpoint {
+    pub name: String,
+    pub formats: Formats,
+    /// Milliseconds of a tile and layer on top, by operation or projection, on the primary device.
+    #[serde(default)]
+    pub extra_ms: BTreeMap<String, f64>,
+    pub basis: Option<Basis>,
+}
+
+/// Formats of the projections.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Formats {
+    /// Those of the official release.
+    Official,
+    /// Four bits in groups of 64, all of them.
+    Affine4,
+}
+
+impl Profile {
+    /// Names of the profiles that come along.
+    pub fn names() -> Vec<&'static str> {
+        EMBEDDED.iter().map(|(name, _)| *name).collect()
+    }
+
+    /// A profile that comes along.
+    ///
+    /// # Errors
+    ///
+    /// If there is none of that name.
+    pub fn named(name: &str) -> Result<Self, SimError> {
+        let found = EMBEDDED.iter().find(|(other, _)| *other == name);
+        let (_, text) = found.ok_or_else(|| SimError::UnknownName {
+            what: "profile",
+            name: name.to_owned(),
+            known: Self::names().join(", "),
+        })?;
+        Self::parse(text, name)
+    }
+
+    /// Reads a profile; `origin` is where the text comes from, for messages.
+    ///
+    /// # Errors
+    ///
+    /// If it is malformed, or a number makes no sense.
+    pub fn parse(text: &str, origin: &str) -> Result<Self, SimError> {
+        let profile: Self = toml::from_str(text)
+            .map_err(|error| SimError::Malformed { origin: origin.to_owned(), reason: error.to_string() })?;
+        profile.check().map_err(|reason| SimError::Malformed { origin: origin.to_owned(), reason })?;
+        Ok(profile)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let whole = [
+            ("tile", self.tile),
+            ("engines.instances", self.engines.instances),
+            ("engines.min_tile", self.engines.min_tile),
+            ("engines.tile_multiple", self.engines.tile_multiple),
+            ("engines.channel_alignment", self.engines.channel_alignment),
+            ("engines.input_alignment", self.engines.input_alignment),
+            ("cpu.channel_alignment", self.cpu.as_ref().map_or(1, |cpu| cpu.channel_alignment)),
+        ];
+        if let Some((key, _)) = whole.iter().find(|(_, value)| *value == 0) {
+            return Err(format!("{key} = 0: it must be at least 1"));
+        }
+        if self.engines.instances > MAX_INSTANCES {
+            return Err(format!("engines.instances = {}: at most {MAX_INSTANCES}", self.engines.instances));
+        }
+        let mut times = vec![
+            ("engines.launch_ms".to_owned(), self.engines.launch_ms),
+            ("join.handover_ms".to_owned(), self.join.handover_ms),
+            ("join.sync_ms".to_owned(), self.join.sync_ms),
+        ];
+        for cost in &self.projections {
+            let name = cost.name.name();
+            times.push((format!("primary_ms of {name}"), cost.primary_ms));
+            times.push((format!("engine_ms of {name}"), cost.engine_ms));
+            times.push((format!("merge_ms of {name}"), cost.merge_ms));
+            times.push((format!("cpu_ms of {name}"), cost.cpu_ms.unwrap_or_default()));
+        }
+        for cost in &self.operations {
+            let parts = [("ms", cost.ms), ("call_ms", cost.call_ms), ("resumed_ms", cost.resumed_ms)];
+            times.extend(parts.map(|(key, value)| (format!("{key} of {}", cost.name), value)));
+            if cost.tflops.is_some_and(|rate| !(rate > 0.0 && rate.is_finite())) {
+                return Err(format!("tflops of {} is not a positive number", cost.name));
+            }
+        }
+        for checkpoint in &self.checkpoints {
+            let of = |name: &String| format!("extra_ms.{name} of checkpoint {}", checkpoint.name);
+            times.extend(checkpoint.extra_ms.iter().map(|(name, value)| (of(name), *value)));
+        }
+        if let Some((key, value)) = times.iter().find(|(_, value)| !(*value >= 0.0 && value.is_finite())) {
+            return Err(format!("{key} = {value}: a time is a number, 0 at least"));
+        }
+        let names = self.projections.iter().map(|cost| cost.name.name());
+        let mut names: Vec<&str> = names.chain(self.operations.iter().map(|cost| cost.name.as_str())).collect();
+        names.sort_unstable();
+        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(format!("{} is there twice", pair[0]));
+        }
+        let priced = |name: &String| names.contains(&name.as_str());
+        let extra = self.checkpoints.iter().flat_map(|checkpoint| checkpoint.extra_ms.keys());
+        match extra.into_iter().find(|name| !priced(name)) {
+            Some(name) => Err(format!("a checkpoint has extra_ms for {name}, which has no price")),
+            None => Ok(()),
+        }
+    }
+
+    /// The price of a projection.
+    ///
+    /// # Errors
+    ///
+    /// If the profile has none.
+    pub fn projection(&self, projection: Projection) -> Result<&ProjectionCost, SimError> {
+        let found = self.projections.iter().find(|cost| cost.name == projection);
+        found.ok_or_else(|| self.unpriced(projection.name()))
+    }
+
+    pub(crate) fn operation(&self, name: &str) -> Result<&OperationCost, SimError> {
+        self.operations.iter().find(|cost| cost.name == name).ok_or_else(|| self.unpriced(name))
+    }
+
+    fn unpriced(&self, operation: &str) -> SimError {
+        SimError::Unpriced { profile: self.name.clone(), operation: operation.to_owned() }
+    }
+
+    /// A checkpoint that the profile knows.
+    ///
+    /// # Errors
+    ///
+    /// If it knows none of that name.
+    pub fn checkpoint(&self, name: &str) -> Result<&Checkpoint, SimError> {
+        let known = || self.checkpoints.iter().map(|checkpoint| checkpoint.name.as_str()).collect::<Vec<_>>().join(", ");
+        self.checkpoints.iter().find(|checkpoint| checkpoint.name == name).ok_or_else(|| SimError::UnknownName {
+            what: "checkpoint",
+            name: name.to_owned(),
+            known: known(),
+        })
+    }
+
+    /// What a back end would say of these engines.
+    pub fn limits(&self) -> Limits {
+        let engines = &self.engines;
+        Limits {
+            min_tile: engines.min_tile,
+            tile_multiple: engines.tile_multiple,
+            channel_alignment: engines.channel_alignment,
+            input_alignment: engines.input_alignment,
+            bank_bytes: engines.bank_bytes,
+            instances: engines.instances,
+            repeatable: true,
+        }
+    }
+}
+
+/// More than any machine has; keeps numbers of devices small.
+const MAX_INSTANCES: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_that_makes_no_sense_is_named() {
+        let text = EMBEDDED[0].1;
+        let cases = [
+            ("launch_ms = 0.033", "launch_ms = -1.0", "engines.launch_ms = -1"),
+            ("instances = 2", "instances = 0", "engines.instances = 0"),
+            ("ms = 56.0", "ms = nan", "ms of experts = NaN"),
+            ("name = \"wo_b\"", "name = \"wo_a\"", "wo_a is there twice"),
+            ("tflops = 19.5", "tflops = 0.0", "tflops of attend"),
+            ("experts = 3.75", "experty = 3.75", "extra_ms for experty"),
+            ("handover_ms = 0.22", "handover_s = 0.22", "unknown field `handover_s`"),
+        ];
+        for (from, to, want) in cases {
+            let error = Profile::parse(&text.replacen(from, to, 1), "here").expect_err(to).to_string();
+            assert!(error.starts_with("here: ") && error.contains(want), "{to}: {error}");
+        }
+    }
+}

@@ -1,0 +1,401 @@
+//! The simulated devices and the clock that they share. Nothing takes time here: whoever waits for a step lends its thread to
+//! the primary device ([`Device::drive`]), which goes from one completion to the next and says what time it is then. So the
+//! executor, its plan and its ledger are those of real runs.
+//!
+//! The last part of an operation that engines took part in is reported when the primary device has joined the parts.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use troika_base::StepId;
+use troika_device::{Capabilities, Device, DeviceError, DeviceKind, Priority, Report, Work};
+use troika_graph::{NodeId, StepGraph, WeightSource};
+
+use crate::SimError;
+use crate::arithmetic::Arithmetic;
+use crate::faults::{Faults, noise};
+use crate::price::Prices;
+use crate::profile::{Checkpoint, Profile};
+
+/// Number of the primary device.
+const PRIMARY: usize = 0;
+
+/// What devices did with their time.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Usage {
+    /// Per device.
+    pub(crate) busy_ms: Vec<f64>,
+    /// Per operation: on each device, then joining.
+    pub(crate) by_operation: BTreeMap<&'static str, OperationUse>,
+}
+
+/// Milliseconds of one operation.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct OperationUse {
+    pub(crate) device_ms: Vec<f64>,
+    pub(crate) join_ms: f64,
+}
+
+/// Devices on one clock.
+pub(crate) struct World {
+    inner: Mutex<Inner>,
+    /// When the clock stood at nought.
+    origin: Instant,
+}
+
+struct Inner {
+    profile: Profile,
+    checkpoint: Checkpoint,
+    faults: Faults,
+    /// The primary device waits for the parts of a split operation and does nothing else.
+    blocking: bool,
+    now_ns: u64,
+    units: Vec<Unit>,
+    /// Prices of the graphs in use, which are kept so that no other has their address.
+    prices: Vec<(Arc<StepGraph>, Arc<Prices>)>,
+    /// Parts of operations that are not done.
+    shared: BTreeMap<(StepId, NodeId), SharedOperation>,
+    next_task: u64,
+    dispatches: u64,
+    usage: Usage,
+    arithmetic: Option<Arithmetic>,
+}
+
+#[derive(Default)]
+struct SharedOperation {
+    left: usize,
+    /// Rows of tiles that engines do; each counts once.
+    tiles: Vec<Range<usize>>,
+    /// The primary device has a part of it.
+    is_split: bool,
+}
+
+/// One device.
+struct Unit {
+    queue: Vec<Task>,
+    current: Option<Running>,
+}
+
+struct Task {
+    number: u64,
+    prices: Arc<Prices>,
+    what: What,
+}
+
+enum What {
+    /// Nodes, perhaps begun.
+    Work { work: Work, elapsed_ns: Vec<u64> },
+    /// The parts of an operation are done; this report says so when they are joined.
+    Join { step: StepId, priority: Priority, node: NodeId, ms: f64, report: Report, done: Sender<Report> },
+}
+
+struct Running {
+    task: Task,
+    start_ns: u64,
+    end_ns: u64,
+    failure: Option<String>,
+}
+
+impl Task {
+    /// The shared operation that it is a part of.
+    fn operation(&self) -> Option<(StepId, NodeId)> {
+        match &self.what {
+            What::Work { work, .. } => work.part.is_some().then(|| (work.run.id(), work.nodes[0])),
+            What::Join { step, node, .. } => Some((*step, *node)),
+        }
+    }
+
+    /// Urgent ones first, then those of older steps; what others wait for goes first.
+    fn rank(&self) -> (Priority, StepId, bool, u64) {
+        match &self.what {
+            What::Work { work, .. } => (work.priority, work.run.id(), true, self.number),
+            What::Join { step, priority, .. } => (*priority, *step, false, self.number),
+        }
+    }
+}
+
+impl World {
+    /// A machine without work; `devices` of them, the primary first, then the instances, then the CPU if there is one.
+    pub(crate) fn new(
+        profile: &Profile,
+        checkpoint: &Checkpoint,
+        faults: &Faults,
+        blocking: bool,
+        arithmetic: Option<Arithmetic>,
+    ) -> Arc<Self> {
+        let devices = 1 + profile.engines.instances + usize::from(profile.cpu.is_some());
+        let inner = Inner {
+            profile: profile.clone(),
+            checkpoint: checkpoint.clone(),
+            faults: faults.clone(),
+            blocking,
+            now_ns: 0,
+            units: (0..devices).map(|_| Unit { queue: Vec::new(), current: None }).collect(),
+            prices: Vec::new(),
+            shared: BTreeMap::new(),
+            next_task: 0,
+            dispatches: 0,
+            usage: Usage { busy_ms: vec![0.0; devices], by_operation: BTreeMap::new() },
+            arithmetic,
+        };
+        Arc::new(Self { inner: Mutex::new(inner), origin: Instant::now() })
+    }
+
+    /// Its devices, for an executor.
+    pub(crate) fn devices(self: &Arc<Self>) -> Vec<Arc<dyn Device>> {
+        let inner = self.lock();
+        let profile = &inner.profile;
+        let mut names = vec![(profile.primary.name.clone(), DeviceKind::Cpu)];
+        let instances = (0..profile.engines.instances).map(|i| (format!("{}{i}", profile.engines.name), DeviceKind::Npu));
+        names.extend(instances);
+        names.extend(profile.cpu.iter().map(|cpu| (cpu.name.clone(), DeviceKind::Cpu)));
+        let device = |(number, (name, kind)): (usize, (String, DeviceKind))| {
+            let description = format!("simulated, {}", profile.title);
+            let capabilities = Capabilities { name, kind, description, threads: 1 };
+            Arc::new(SimDevice { world: Arc::clone(self), number, capabilities }) as Arc<dyn Device>
+        };
+        names.into_iter().enumerate().map(device).collect()
+    }
+
+    /// What the clock says.
+    pub(crate) fn now(&self) -> Instant {
+        self.origin + Duration::from_nanos(self.lock().now_ns)
+    }
+
+    /// Nanoseconds since the start.
+    pub(crate) fn now_ns(&self) -> u64 {
+        self.lock().now_ns
+    }
+
+    pub(crate) fn usage(&self) -> Usage {
+        self.lock().usage.clone()
+    }
+
+    /// Prices a graph before any step of it is submitted.
+    ///
+    /// # Errors
+    ///
+    /// If the profile lacks an operation.
+    pub(crate) fn price(&self, graph: &Arc<StepGraph>) -> Result<(), SimError> {
+        let mut inner = self.lock();
+        if inner.prices.iter().all(|(known, _)| !Arc::ptr_eq(known, graph)) {
+            let prices = Prices::of(graph, &inner.profile, &inner.checkpoint)?;
+            inner.prices.push((Arc::clone(graph), Arc::new(prices)));
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn submit(&mut self, device: usize, work: Work) {
+        let graph = work.run.graph();
+        let known = self.prices.iter().find(|(known, _)| Arc::ptr_eq(known, graph));
+        let prices = Arc::clone(&known.expect("the graph of a step is priced before it is submitted").1);
+        if let Some(part) = &work.part {
+            let shared = self.shared.entry((work.run.id(), work.nodes[0])).or_default();
+            shared.left += 1;
+            shared.is_split |= device == PRIMARY;
+            if device != PRIMARY && !shared.tiles.contains(&part.rows) {
+                shared.tiles.push(part.rows.clone());
+            }
+        }
+        let elapsed_ns = Vec::with_capacity(work.nodes.len());
+        self.queue(device, prices, What::Work { work, elapsed_ns });
+    }
+
+    fn queue(&mut self, device: usize, prices: Arc<Prices>, what: What) {
+        let number = self.next_task;
+        self.next_task += 1;
+        self.units[device].queue.push(Task { number, prices, what });
+    }
+
+    /// Devices without work take the next they have.
+    fn start(&mut self) {
+        for device in 0..self.units.len() {
+            if self.units[device].current.is_some() {
+                continue;
+            }
+            let waits_for = match device {
+                PRIMARY if self.blocking => self.split_operation(),
+                _ => None,
+            };
+            let queue = &mut self.units[device].queue;
+            let may_go = |task: &Task| waits_for.is_none_or(|operation| task.operation() == Some(operation));
+            // Engines take what comes, in its order.
+            let next = (0..queue.len()).filter(|index| may_go(&queue[*index])).min_by_key(|index| match device {
+                PRIMARY => queue[*index].rank(),
+                _ => (Priority::Decode, StepId(0), true, queue[*index].number),
+            });
+            let Some(next) = next else { continue };
+            let task = queue.remove(next);
+            let (ms, failure) = self.cost(device, &task);
+            let length = (ms * 1e6).round() as u64;
+            let (start_ns, end_ns) = (self.now_ns, self.now_ns + length);
+            self.units[device].current = Some(Running { task, start_ns, end_ns, failure });
+        }
+    }
+
+    /// A split operation whose parts are not all in.
+    fn split_operation(&self) -> Option<(StepId, NodeId)> {
+        let is_out = |shared: &SharedOperation| shared.is_split && !shared.tiles.is_empty();
+        self.shared.iter().find(|(_, shared)| is_out(shared)).map(|(operation, _)| *operation)
+    }
+
+    fn cost(&mut self, device: usize, task: &Task) -> (f64, Option<String>) {
+        let prices = &task.prices;
+        let mut failure = None;
+        let mut ms = match &task.what {
+            What::Join { ms, .. } => *ms,
+            What::Work { work, elapsed_ns } => {
+                let node = work.nodes[elapsed_ns.len()];
+                match &work.part {
+                    None => prices.primary_ms(node, &work.run.rows().segments),
+                    Some(part) if device == PRIMARY => prices.primary_part_ms(node, part),
+                    Some(part) if device > self.profile.engines.instances => prices.cpu_part_ms(node, part),
+                    Some(part) => {
+                        let number = self.dispatches;
+                        self.dispatches += 1;
+                        if self.faults.failing_dispatch == Some(number) {
+                            failure = Some(format!("{}: submission {number} fails on demand", part.procedure.name));
+                        }
+                        prices.engine_part_ms(node, part)
+                    }
+                }
+            }
+        };
+        if let Some((instance, factor)) = self.faults.slow_instance
+            && device == 1 + instance
+        {
+            ms *= factor;
+        }
+        if self.faults.jitter > 0.0 {
+            ms *= 1.0 + self.faults.jitter * (2.0 * noise(self.faults.seed, task.number) - 1.0);
+        }
+        (ms, failure)
+    }
+
+    /// Goes to the next completion. True if it was reported to somebody.
+    fn advance(&mut self) -> bool {
+        self.start();
+        let running = |unit: &Unit| unit.current.as_ref().map(|running| running.end_ns);
+        let next = (0..self.units.len()).filter_map(|device| Some((running(&self.units[device])?, device))).min();
+        let (end_ns, device) = next.expect("whoever waits has handed work over");
+        let Running { task, start_ns, failure, .. } = self.units[device].current.take().expect("just found");
+        self.now_ns = end_ns;
+        let elapsed = end_ns - start_ns;
+        self.note(device, &task, elapsed as f64 / 1e6);
+        let Task { number, prices, what } = task;
+        match what {
+            What::Join { report, done, .. } => {
+                // If nobody waits for the step any more, nobody misses the report.
+                let _ = done.send(report);
+                true
+            }
+            What::Work { work, mut elapsed_ns } => {
+                let node = work.nodes[elapsed_ns.len()];
+                let failure = failure.or_else(|| self.compute(device, &work, node));
+                if failure.is_none() {
+                    elapsed_ns.push(elapsed);
+                }
+                if failure.is_some() || elapsed_ns.len() == work.nodes.len() {
+                    return self.done(&prices, work, elapsed_ns, failure);
+                }
+                let what = What::Work { work, elapsed_ns };
+                self.units[device].queue.push(Task { number, prices, what });
+                false
+            }
+        }
+    }
+
+    fn compute(&self, device: usize, work: &Work, node: NodeId) -> Option<String> {
+        let is_wrong = self.faults.corrupt && (1..=self.profile.engines.instances).contains(&device);
+        self.arithmetic.as_ref()?.compute(work, node, is_wrong.then_some(self.faults.seed))
+    }
+
+    fn done(&mut self, prices: &Arc<Prices>, work: Work, elapsed_ns: Vec<u64>, failure: Option<String>) -> bool {
+        let Work { run, nodes, part, priority, done } = work;
+        let step = run.id();
+        // Whoever takes the report wants the step for itself.
+        drop(run);
+        let node = nodes[0];
+        let has_failed = failure.is_some();
+        let report = Report { step, nodes, part: part.map(|part| part.id), elapsed_ns, failure };
+        if report.part.is_some() {
+            let shared = self.shared.get_mut(&(step, node)).expect("entered with its first part");
+            shared.left -= 1;
+            if shared.left == 0 && !has_failed {
+                let shared = self.shared.remove(&(step, node)).expect("just seen");
+                let rows: usize = shared.tiles.iter().map(|rows| rows.len()).sum();
+                if rows > 0 {
+                    let ms = prices.join_ms(node, rows);
+                    let what = What::Join { step, priority, node, ms, report, done };
+                    self.queue(PRIMARY, Arc::clone(prices), what);
+                    return false;
+                }
+            }
+        }
+        let _ = done.send(report);
+        true
+    }
+
+    fn note(&mut self, device: usize, task: &Task, ms: f64) {
+        let (node, is_join) = match &task.what {
+            What::Join { node, .. } => (*node, true),
+            What::Work { work, elapsed_ns } => (work.nodes[elapsed_ns.len()], false),
+        };
+        self.usage.busy_ms[device] += ms;
+        let devices = self.units.len();
+        let usage = self.usage.by_operation.entry(task.prices.name(node)).or_default();
+        usage.device_ms.resize(devices, 0.0);
+        match is_join {
+            true => usage.join_ms += ms,
+            false => usage.device_ms[device] += ms,
+        }
+    }
+}
+
+/// A device of the world.
+struct SimDevice {
+    world: Arc<World>,
+    number: usize,
+    capabilities: Capabilities,
+}
+
+impl Device for SimDevice {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    /// There are no weights, or they are where the arithmetic is.
+    fn load(&self, _: &dyn WeightSource) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn submit(&self, work: Work) -> Result<(), DeviceError> {
+        if self.number != PRIMARY && work.part.is_none() {
+            let (name, reason) = (self.capabilities.name.clone(), "runs parts of operations only".to_owned());
+            return Err(DeviceError::Refused { name, reason });
+        }
+        self.world.lock().submit(self.number, work);
+        Ok(())
+    }
+
+    fn drive(&self, pause: &mut dyn FnMut(Instant) -> bool) -> bool {
+        if self.number != PRIMARY {
+            return false;
+        }
+        loop {
+            let reported = self.world.lock().advance();
+            if pause(self.world.now()) || reported {
+                return true;
+            }
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! The simulator against what was published, and against itself.
+
+mod published;
