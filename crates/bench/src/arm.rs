@@ -34,7 +34,13 @@ pub enum Feature {
     /// Nothing: two arms.
     None,
     /// Neural engines beside the primary device.
-    Hybrid { npu: String, mode: String },
+    Hybrid {
+        npu: String,
+        mode: String,
+        /// The file that says how, as `troika serve --tuning` takes it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        tuning: Option<String>,
+    },
     /// For self-tests: it has the wide chunks and nothing else, so all it gains is geometry.
     WidenOnly,
     /// For self-tests: it is planned and compiled, and no operation is ever dispatched.
@@ -47,7 +53,8 @@ impl Feature {
     pub fn label(&self) -> String {
         match self {
             Self::None => "none".to_owned(),
-            Self::Hybrid { npu, .. } => format!("hybrid, {npu}"),
+            Self::Hybrid { npu, tuning: None, .. } => format!("hybrid, {npu}"),
+            Self::Hybrid { npu, tuning: Some(_), .. } => format!("hybrid as tuned, {npu}"),
             Self::WidenOnly => "self-test: wide chunks alone".to_owned(),
             Self::NeverRuns => "self-test: planned, never run".to_owned(),
             Self::Slower { share } => format!("self-test: {} % slower", share * 100.0),
@@ -57,7 +64,8 @@ impl Feature {
     /// Flags of `serve`.
     fn args(&self, tile: usize) -> Vec<String> {
         match self {
-            Self::Hybrid { npu, mode } => {
+            Self::Hybrid { tuning: Some(file), .. } => vec!["--tuning".to_owned(), file.clone()],
+            Self::Hybrid { npu, mode, tuning: None } => {
                 ["--npu", npu, "--hybrid", mode, "--tile", &tile.to_string()].map(str::to_owned).to_vec()
             }
             _ => Vec::new(),
@@ -148,7 +156,7 @@ mod tests {
 
     #[test]
     fn arms_differ_in_one_thing_each() {
-        let feature = Feature::Hybrid { npu: "soft:cores=1".into(), mode: "on".into() };
+        let feature = Feature::Hybrid { npu: "soft:cores=1".into(), mode: "on".into(), tuning: None };
         let arms = Arm::of(&feature, Geometry::new(1024, 512), 1);
         let args: Vec<String> =
             arms.iter().map(|arm| format!("{} {}", arm.name.letter(), arm.args.join(" "))).collect();
@@ -162,6 +170,9 @@ mod tests {
             ]
         );
         assert_eq!(Arm::of(&Feature::None, Geometry::new(1024, 512), 0).len(), 2);
+        let tuned = Feature::Hybrid { npu: "soft".into(), mode: "on".into(), tuning: Some("t.json".into()) };
+        let arms = Arm::of(&tuned, Geometry::new(1024, 512), 1);
+        assert_eq!(arms[2].args.join(" "), "--threads 1 --chunk 1024 --tuning t.json");
         // What only widens chunks is started exactly as B is.
         let arms = Arm::of(&Feature::WidenOnly, Geometry::new(1024, 512), 0);
         assert_eq!(arms[1].args, arms[2].args);

@@ -16,6 +16,7 @@ pub mod report;
 pub mod run;
 pub mod server;
 pub mod stats;
+pub mod tune;
 
 use std::path::PathBuf;
 
@@ -43,6 +44,10 @@ pub enum BenchError {
     Interrupted,
     #[error("not a benchmark record: {0}")]
     Record(String),
+    #[error("{}: {why}", path.display())]
+    Journal { path: PathBuf, why: String },
+    #[error("this would take about {minutes} minutes; --yes consents")]
+    NeedsConsent { minutes: u64 },
     #[error("a plot could not be drawn: {0}")]
     Plot(String),
     #[error(transparent)]

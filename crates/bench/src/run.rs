@@ -21,7 +21,7 @@ use crate::record::{
     SCHEMA, Sample, Settings, StepTimeline, TokenCheck, VERSION,
 };
 use crate::server::{Launch, Server};
-use crate::stats::{Difference, interval, median};
+use crate::stats::{Difference, interval, levelled, median};
 
 /// Loading and compiling may take so long.
 const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
@@ -40,6 +40,8 @@ pub struct Setup {
     pub arms: Vec<Arm>,
     pub lengths: Vec<Length>,
     pub subjects: Vec<Subject>,
+    /// Longest run without consent, seconds as estimated; `None` = consent was given.
+    pub max_estimate_s: Option<f64>,
 }
 
 /// One checkpoint with or without its drafter.
@@ -65,7 +67,8 @@ pub struct Progress {
 ///
 /// # Errors
 ///
-/// If nothing could be measured at all: the program or a corpus is not what it should be.
+/// If nothing could be measured at all: the program or a corpus is not what it should be, or it would take longer than there
+/// is consent for.
 pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) -> Result<Record, BenchError> {
     let prompts: Vec<Prompts> = setup.subjects.iter().map(|s| Prompts::cut(s, setup)).collect::<Result<_, _>>()?;
     let start = HostState::now();
@@ -86,6 +89,9 @@ pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) ->
         let mut under_way = UnderWay::new(setup, subject, prompts);
         let ended = if subject.unavailable.is_none() { under_way.measure(stop, &mut progress, tell) } else { Ok(()) };
         record.experiments.push(under_way.into_experiment());
+        if let Err(error @ BenchError::NeedsConsent { .. }) = ended {
+            return Err(error);
+        }
         if let Err(error) = ended {
             record.incomplete = Some(error.to_string());
             break;
@@ -243,13 +249,18 @@ impl<'a> UnderWay<'a> {
         };
         let server = Server::start(&launch)?;
         let warm_up = Ask { prompt: &self.prompts.warm_up, generate: 4 };
-        server.client.complete(&warm_up)?;
+        let answer = server.client.complete(&warm_up)?;
+        if round == 0 && place == 0 {
+            self.check_consent(server.load_s, &answer)?;
+        }
         for cell in 0..self.setup.lengths.len() {
             self.length(round, place, arm, cell, &server, stop)?;
         }
         let profile = if round == 0 { Some(self.profile(&server)?) } else { None };
         let status = server.client.get("/troika/status")?;
-        let devices = status["devices"].as_array().into_iter().flatten();
+        // The first of the engines' list is the primary device again.
+        let engines = status["hybrid"]["devices"].as_array().into_iter().flatten().skip(1);
+        let devices = status["devices"].as_array().into_iter().flatten().chain(engines);
         let record = &mut self.arms[arm];
         record.profile = profile.or(record.profile.take());
         record.devices = devices.map(|device| device.as_str().unwrap_or_default().to_owned()).collect();
@@ -257,6 +268,19 @@ impl<'a> UnderWay<'a> {
         record.peak_memory_bytes = record.peak_memory_bytes.max(server.peak_memory_bytes());
         record.warning = server.warning().or(record.warning.take());
         Ok(())
+    }
+
+    /// Reckons from the first answer how long it will take at least: rounds and arms, each with its load and its prompts.
+    fn check_consent(&self, load_s: f64, warm_up: &Answer) -> Result<(), BenchError> {
+        let Some(most) = self.setup.max_estimate_s else { return Ok(()) };
+        let settings = &self.setup.settings;
+        let (token_s, next_s) =
+            (engine_times(warm_up)?.prefill_s / self.prompts.warm_up.len() as f64, warm_up.tpot_s().unwrap_or(0.0));
+        let asked: f64 = self.setup.lengths.iter().map(|length| length.tokens as f64 * token_s).sum();
+        let answers = (self.setup.lengths.len() * settings.generate) as f64 * next_s;
+        let process = load_s + warm_up.total_s + settings.repeats as f64 * (asked + answers);
+        let seconds = process * (settings.rounds * self.setup.arms.len()) as f64;
+        if seconds > most { Err(BenchError::NeedsConsent { minutes: (seconds / 60.0).ceil() as u64 }) } else { Ok(()) }
     }
 
     /// All prompts of one length; their medians are one sample.
@@ -361,10 +385,9 @@ impl<'a> UnderWay<'a> {
     /// Every comparison is as sure as wanted.
     fn is_precise(&self) -> bool {
         self.cells.iter().all(|arms| {
-            arms.windows(2).all(|pair| {
-                Difference::of(&pair[1].prefill_rates(), &pair[0].prefill_rates())
-                    .is_none_or(|difference| difference.is_precise())
-            })
+            let rates = levelled_rates(arms);
+            let mut pairs = rates.windows(2);
+            pairs.all(|pair| Difference::of(&pair[1], &pair[0]).is_none_or(|difference| difference.is_precise()))
         })
     }
 
@@ -388,8 +411,9 @@ impl<'a> UnderWay<'a> {
             arm.ttft_ms = of(arm, |sample| sample.ttft_ms);
             arm.decode_tps = of(arm, |sample| sample.decode_tps);
         }
-        let rates = |name| arms.iter().find(|arm| arm.arm == name).map(CellArm::prefill_rates);
-        let gain = |arm, base| Difference::of(&rates(arm)?, &rates(base)?);
+        let levelled = levelled_rates(&arms);
+        let rates = |name| arms.iter().position(|arm| arm.arm == name).map(|place| &levelled[place]);
+        let gain = |arm, base| Difference::of(rates(arm)?, rates(base)?);
         let check = |arm, against| self.check_tokens(idx, arm, against);
         let tokens: Vec<TokenCheck> =
             [check(ArmName::B, ArmName::A), check(ArmName::C, ArmName::B), check(ArmName::P, ArmName::B)]
@@ -423,6 +447,11 @@ impl<'a> UnderWay<'a> {
         let pairs = self.texts[place(arm)?][cell].iter().zip(&self.texts[place(against)?][cell]);
         check_texts(arm, against, pairs.map(|(own, other)| (own.as_slice(), other.as_slice())))
     }
+}
+
+/// Prefill rates of the arms by round, without what all of a round have in common.
+fn levelled_rates(arms: &[CellArm]) -> Vec<Vec<f64>> {
+    levelled(&arms.iter().map(CellArm::prefill_rates).collect::<Vec<_>>())
 }
 
 fn check_texts<'a>(
@@ -504,13 +533,13 @@ fn middle(samples: &[Sample]) -> Sample {
 }
 
 /// The server's own clock of one request, as it comes with the usage.
-struct EngineTimes {
+pub(crate) struct EngineTimes {
     queue_s: f64,
     /// From the start of the first step to the first token.
-    prefill_s: f64,
+    pub(crate) prefill_s: f64,
 }
 
-fn engine_times(answer: &Answer) -> Result<EngineTimes, BenchError> {
+pub(crate) fn engine_times(answer: &Answer) -> Result<EngineTimes, BenchError> {
     let seconds = |name: &str| Some(answer.usage.all["troika"][name].as_f64()? / 1e3);
     match (seconds("queue_ms"), seconds("prefill_ms")) {
         (Some(queue_s), Some(prefill_s)) if prefill_s > 0.0 => Ok(EngineTimes { queue_s, prefill_s }),
@@ -545,7 +574,7 @@ fn timeline(
 }
 
 /// What the server says of how a request was served; `None` if it keeps no such record.
-fn request_record(server: &Server, id: &str) -> Option<Value> {
+pub(crate) fn request_record(server: &Server, id: &str) -> Option<Value> {
     let asked = Instant::now();
     loop {
         let record = server.client.get(&format!("/troika/requests/{id}")).ok()?;

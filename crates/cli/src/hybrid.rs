@@ -66,6 +66,11 @@ pub(crate) struct WavefrontArgs {
 }
 
 impl WavefrontArgs {
+    /// So many steps of prompts, from 1 to 3.
+    pub(crate) fn of(steps: usize) -> Self {
+        Self { wavefront: steps.clamp(1, 3) as u8 }
+    }
+
     /// Steps of prompts that may be in flight.
     pub(crate) fn steps(self) -> usize {
         self.wavefront.into()
@@ -287,7 +292,41 @@ pub(crate) struct Wish {
     pub(crate) cores: usize,
 }
 
+/// The name that a kind has on the command line.
+pub(crate) fn name_of(kind: Kind) -> Option<&'static str> {
+    let kind = if kind == Kind::HcaCompressor { Kind::CsaCompressor } else { kind };
+    KINDS.iter().find(|(_, other)| *other == kind).map(|(name, _)| *name)
+}
+
 impl HybridArgs {
+    /// As if all of it had been said on the command line.
+    pub(crate) fn of(npu: &str, tile: usize, tail: usize, place: &BTreeMap<String, String>) -> Result<Self> {
+        let parsed = |what: &str, error: String| anyhow::anyhow!("{what}: {error}");
+        let place = place.iter().map(|(kind, placement)| format!("{kind}={placement}"));
+        let place = place.map(|text| text.parse().map_err(|error| parsed(&text, error))).collect::<Result<_>>()?;
+        Ok(Self {
+            npu: Some(npu.parse().map_err(|error| parsed(npu, error))?),
+            hybrid: Hybrid::On,
+            tile: u32::try_from(tile)?,
+            tail: Some(u32::try_from(tail)?),
+            place,
+            calibrate: false,
+            plan_dir: None,
+            require_engaged: false,
+        })
+    }
+
+    /// The same without engines.
+    pub(crate) fn without_engines(&self) -> Self {
+        Self { npu: None, hybrid: Hybrid::Off, ..self.clone() }
+    }
+
+    /// The same for engines that must take part if it was said so here.
+    pub(crate) fn required_as(mut self, other: &Self) -> Self {
+        self.require_engaged = other.require_engaged;
+        self
+    }
+
     /// True if there is an engine to take part.
     pub(crate) fn names_engine(&self) -> bool {
         self.npu.is_some() && self.hybrid != Hybrid::Off

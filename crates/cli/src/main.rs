@@ -9,6 +9,7 @@ mod plan_file;
 mod progress;
 mod report;
 mod size;
+mod tuning;
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -42,6 +43,7 @@ enum Command {
     Plan(commands::plan::Args),
     Sim(Box<commands::sim::Args>),
     Gate(commands::gate::Args),
+    Tune(commands::tune::Args),
     Synth(commands::synth::Args),
     Cache(commands::cache::Args),
 }
@@ -70,6 +72,7 @@ fn main() -> ExitCode {
         Command::Plan(args) => commands::plan::run(&args),
         Command::Sim(args) => commands::sim::run(&args),
         Command::Gate(args) => commands::gate::run(&args),
+        Command::Tune(args) => commands::tune::run(&args),
         Command::Synth(args) => commands::synth::run(&args),
         Command::Cache(args) => commands::cache::run(&args),
     };

@@ -12,7 +12,7 @@ use troika_base::NumericClass;
 use troika_device::cpu::{CpuLevel, CpuOptions};
 use troika_device::map_file;
 use troika_engine::{
-    Calibration, Choice, Engines, Record, Runner, RunnerOptions, Stage, calibrate_engines, plan_engines,
+    Calibration, Choice, CostTable, Engines, Record, Runner, RunnerOptions, Stage, calibrate_engines, plan_engines,
 };
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
@@ -192,27 +192,36 @@ impl OpenModel {
         let tile = wish.options.tile;
         let (cpu, cpu_alone) = (beside(alone.cpu, wish), alone.cpu);
         hybrid.complete(wish, alone.class, |dir, afresh| {
-            let calibration = Calibration { backend: &backend, tile, cpu, cpu_alone };
-            let digest = self.digests()?[0].iter().map(|byte| format!("{byte:02x}")).collect();
-            let file = PlanFile::of(dir, Key::new(digest, &calibration));
-            if let Some(table) = file.as_ref().filter(|_| !afresh).and_then(PlanFile::read) {
-                return Ok(table);
-            }
-            let bar = progress::steps(0);
-            bar.set_message("measuring projections");
-            let mut show = |done: usize, total: usize| {
-                bar.set_length(total as u64);
-                bar.set_position(done as u64);
-            };
-            let (config, facts) = (self.config.model.clone(), self.facts.clone());
-            let table = calibrate_engines(config, facts, &self.weights, &calibration, &mut show)
-                .context("cannot measure the engines; --hybrid off does without them")?;
-            bar.finish_and_clear();
-            let Some(file) = file else { return Ok(table) };
-            file.write(&table);
-            // As a restart will read it, to the last digit: it must choose the same.
-            Ok(file.read().unwrap_or(table))
+            self.measure_engines(&Calibration { backend: &backend, tile, cpu, cpu_alone }, dir, afresh)
         })
+    }
+
+    /// What projections cost on each device: from the file of an earlier start in `dir` or the user's folder, or, `afresh` or
+    /// without it, measured now.
+    pub(crate) fn measure_engines(
+        &self,
+        calibration: &Calibration<'_>,
+        dir: Option<&Path>,
+        afresh: bool,
+    ) -> Result<CostTable> {
+        let file = PlanFile::of(dir, Key::new(hex(&self.digests()?[0]), calibration));
+        if let Some(table) = file.as_ref().filter(|_| !afresh).and_then(PlanFile::read) {
+            return Ok(table);
+        }
+        let bar = progress::steps(0);
+        bar.set_message("measuring projections");
+        let mut show = |done: usize, total: usize| {
+            bar.set_length(total as u64);
+            bar.set_position(done as u64);
+        };
+        let (config, facts) = (self.config.model.clone(), self.facts.clone());
+        let table = calibrate_engines(config, facts, &self.weights, calibration, &mut show)
+            .context("cannot measure the engines; --hybrid off does without them")?;
+        bar.finish_and_clear();
+        let Some(file) = file else { return Ok(table) };
+        file.write(&table);
+        // As a restart will read it, to the last digit: it must choose the same.
+        Ok(file.read().unwrap_or(table))
     }
 
     /// What engines would do of the model's projections.
@@ -286,7 +295,7 @@ impl OpenModel {
 }
 
 /// The CPU beside engines: unless threads were said, what is left of the cores.
-fn beside(mut cpu: CpuOptions, wish: &Wish) -> CpuOptions {
+pub(crate) fn beside(mut cpu: CpuOptions, wish: &Wish) -> CpuOptions {
     if cpu.threads == 0 {
         cpu.threads = threads_of(cpu).saturating_sub(wish.cores).max(1);
     }
@@ -298,6 +307,11 @@ fn threads_of(cpu: CpuOptions) -> usize {
         0 => std::thread::available_parallelism().map_or(1, usize::from),
         threads => threads,
     }
+}
+
+/// Lower-case hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Of the configuration and every byte of every tensor.

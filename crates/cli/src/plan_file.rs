@@ -51,7 +51,7 @@ impl Key {
 }
 
 /// As the system calls it; empty if it does not say.
-fn cpu_name() -> String {
+pub(crate) fn cpu_name() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("model name"));
     line.map(|line| line.trim_start_matches([' ', '\t', ':']).to_owned()).unwrap_or_default()

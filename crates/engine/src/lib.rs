@@ -24,6 +24,7 @@ pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};
 // What callers say about neural engines, and hear of them.
+pub use troika_runtime::cost::OperationCost;
 pub use troika_runtime::prepare::{Record, Stage};
 pub use troika_runtime::{
     CalibrationError, Choice, CostTable, DeviceId, FeatureState, HybridOptions, KindChoice, Ledger, Operations,

@@ -14,3 +14,4 @@ pub(crate) mod run;
 pub(crate) mod serve;
 pub(crate) mod sim;
 pub(crate) mod synth;
+pub(crate) mod tune;

@@ -21,6 +21,7 @@ use super::serve::{Signal, terminated};
 use crate::hybrid::{HybridArgs, WavefrontArgs};
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::ModelArgs;
+use crate::tuning::TuningArgs;
 use crate::{progress, report};
 
 /// Generate text from a prompt.
@@ -40,6 +41,8 @@ pub(crate) struct Args {
     hybrid: HybridArgs,
     #[command(flatten)]
     wavefront: WavefrontArgs,
+    #[command(flatten)]
+    tuning: TuningArgs,
     /// Take the prompt as a user's message to answer, not as a text to continue.
     #[arg(long)]
     chat: bool,
@@ -99,10 +102,12 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         stop_tokens: model.config.eos_token_ids.clone(),
         ..GenerateRequest::new(ids, args.max_tokens as usize, sampling)
     };
+    let runner_options = args.model.runner_options(class);
+    let (hybrid, wavefront) = args.tuning.apply(&model, &runner_options, &args.hybrid, args.wavefront.steps())?;
     let options = EngineOptions {
         chunk_tokens: 512,
         honour_chunk: false,
-        wavefront: args.wavefront.steps(),
+        wavefront,
         max_running: 1,
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,
@@ -111,7 +116,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         cache_bytes: 0,
         snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
-    let engine = Engine::start(model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?, options)?;
+    let engine = Engine::start(model.hybrid_runner(runner_options, &hybrid)?, options)?;
     memory::report(&engine)?;
     let loaded = start.elapsed();
     let prompt_tokens = request.prompt.len();

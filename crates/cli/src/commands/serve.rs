@@ -18,6 +18,7 @@ use crate::hybrid::{HybridArgs, WavefrontArgs};
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::{ModelArgs, OpenModel};
 use crate::size::Size;
+use crate::tuning::TuningArgs;
 
 /// Serve a model over HTTP, compatible with OpenAI's and Anthropic's clients.
 ///
@@ -32,6 +33,8 @@ pub(crate) struct Args {
     hybrid: HybridArgs,
     #[command(flatten)]
     wavefront: WavefrontArgs,
+    #[command(flatten)]
+    tuning: TuningArgs,
     /// Address to listen on. Addresses that other machines can reach need an API key.
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: IpAddr,
@@ -177,11 +180,13 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let (temperature, top_p) = model.sampling_advice()?;
     let limit = model.config.model.max_position_embeddings;
     let max_context_tokens = if args.max_context == 0 { limit } else { args.max_context.min(limit) };
+    let runner_options = args.model.runner_options(class);
+    let (hybrid, wavefront) = args.tuning.apply(&model, &runner_options, &args.hybrid, args.wavefront.steps())?;
     let cache_bytes = if args.no_cache { 0 } else { args.cache_ram_limit.0 };
     let options = EngineOptions {
         chunk_tokens: args.chunk.unwrap_or(CHUNK) as usize,
         honour_chunk: args.chunk.is_some(),
-        wavefront: args.wavefront.steps(),
+        wavefront,
         max_running: args.max_running as usize,
         max_queued: args.max_queued,
         max_context_tokens,
@@ -193,12 +198,12 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
-    let runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
+    let runner = model.hybrid_runner(runner_options, &hybrid)?;
     let (device, numeric_class) = (runner.device_description().to_owned(), runner.numeric_class());
     let (disk, degraded) = disk_tier(args, &model)?;
     let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);
     memory::report(&engine)?;
-    args.hybrid.check_reachable(engine.status().hybrid.as_ref())?;
+    hybrid.check_reachable(engine.status().hybrid.as_ref())?;
     if access.isolates_keys() {
         tracing::info!(
             "each key has its own prefixes and sees its own requests; --share-between-keys would share them"

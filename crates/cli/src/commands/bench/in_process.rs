@@ -14,6 +14,7 @@ use troika_graph::{Acceptance, Kind, Scope};
 
 use crate::hybrid::{self, HybridArgs, WavefrontArgs};
 use crate::model_source::ModelArgs;
+use crate::tuning::TuningArgs;
 use crate::{progress, report};
 
 /// Measure the engine alone, in this process: a quick look, and device time by operation.
@@ -21,7 +22,7 @@ use crate::{progress, report};
 /// One arm, no server and no text: to compare features, use `troika bench`. Each round runs every prompt length once, so that
 /// a slow minute of the machine touches all of them; the first round is a warm-up and is thrown away. Rates are medians.
 /// Loading and text handling are outside the clock.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
@@ -29,6 +30,8 @@ pub(crate) struct Args {
     hybrid: HybridArgs,
     #[command(flatten)]
     wavefront: WavefrontArgs,
+    #[command(flatten)]
+    tuning: TuningArgs,
     /// Tokens of the prompts.
     #[arg(long, value_delimiter = ',', default_value = "512,2048", value_name = "N,N,...", value_parser = clap::value_parser!(u32).range(1..))]
     prompt_lengths: Vec<u32>,
@@ -164,7 +167,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let longest = args.prompt_lengths.iter().max().copied().unwrap_or(0) as usize + args.generate as usize;
     let max = model.config.model.max_position_embeddings;
     ensure!(longest <= max, "{longest} tokens do not fit the model's context of {max}");
-    let mut runner = model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?;
+    let options = args.model.runner_options(class);
+    let (hybrid, wavefront) = args.tuning.apply(&model, &options, &args.hybrid, args.wavefront.steps())?;
+    let args = &Args { hybrid, wavefront: WavefrontArgs::of(wavefront), ..args.clone() };
+    let mut runner = model.hybrid_runner(options, &args.hybrid)?;
     let tokens_per_round: u64 = args.prompt_lengths.iter().map(|n| u64::from(n + args.generate)).sum();
     let bar = progress::tokens("measuring", tokens_per_round * u64::from(args.rounds + 1));
     let mut samples: Vec<Vec<Sample>> = args.prompt_lengths.iter().map(|_| Vec::new()).collect();

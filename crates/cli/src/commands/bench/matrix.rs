@@ -1,7 +1,7 @@
 //! The matrix of checkpoints, drafter, lengths and arms: flags to settings, and reports to where they are wanted.
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
@@ -15,11 +15,14 @@ use troika_bench::report;
 use troika_bench::run::{self, Setup, Subject};
 
 use super::{stop_flag, subject};
-use crate::progress;
 use crate::report::{print, write_json, write_whole};
+use crate::{progress, tuning};
 
 /// Prompt tokens in one step of `troika serve`, unless it is told otherwise.
 const STOCK_STEP: u32 = 512;
+
+/// Longest run that needs no consent.
+const UNASKED_S: f64 = 3600.0;
 
 /// Rows of a tile, unless a flag or a preset says otherwise.
 const TILE: u32 = 512;
@@ -37,7 +40,8 @@ pub(crate) struct Args {
     /// Threads of the primary device in arms A, B and C; 0 = every core that the engines leave.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     threads: u16,
-    /// Settings for a purpose; flags beside it win. `quick`: nano in two minutes. `paper`: 16K and 32K, 128 tokens after them.
+    /// Settings for a purpose; flags beside it win. `quick`: nano in two minutes, with a soft engine on one of the cores if there
+    /// are several. `paper`: 16K and 32K, 128 tokens after them.
     #[arg(long)]
     preset: Option<Preset>,
     /// Tokens of the prompts.
@@ -67,9 +71,13 @@ pub(crate) struct Args {
     /// Speculative decoding: two experiments, never mixed.
     #[arg(long, value_enum, default_value_t = Drafter::Off)]
     drafter: Drafter,
-    /// Neural engines of arm C, as `troika serve` takes them. Without it there are arms A and B.
+    /// Neural engines of arm C, as `troika serve` takes them. Without it, and without a preset that has some, there are arms A
+    /// and B.
     #[arg(long, value_name = "SPEC")]
     npu: Option<String>,
+    /// Use them in arm C as `troika tune` found it best; FILE is what it wrote. It also says the tile and the threads.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["npu", "hybrid", "tile", "threads"])]
+    tuning: Option<PathBuf>,
     /// How arm C uses them.
     #[arg(long, value_enum, default_value_t = Hybrid::On, requires = "npu")]
     hybrid: Hybrid,
@@ -82,8 +90,11 @@ pub(crate) struct Args {
     /// Fail unless arm C may be called hybrid everywhere.
     #[arg(long)]
     require_engaged: bool,
+    /// Go ahead even if it takes longer than an hour.
+    #[arg(long)]
+    yes: bool,
     /// A made-up feature in place of arm C, to test the benchmark itself.
-    #[arg(long, value_enum, hide = true, conflicts_with = "npu")]
+    #[arg(long, value_enum, hide = true, conflicts_with_all = ["npu", "tuning"])]
     self_test: Option<SelfTest>,
     /// Write the record as JSON to FILE, or to standard output with `-`, then without the table.
     #[arg(long, value_name = "FILE|-")]
@@ -146,16 +157,24 @@ struct Defaults {
     max_rounds: u32,
     repeats: u32,
     tile: u32,
+    npu: Option<&'static str>,
 }
 
 impl Defaults {
     fn of(preset: Option<Preset>) -> Self {
-        let usual = Self { name: None, lengths: &[2048], generate: 128, max_rounds: 11, repeats: 3, tile: TILE };
+        let usual =
+            Self { name: None, lengths: &[2048], generate: 128, max_rounds: 11, repeats: 3, tile: TILE, npu: None };
         match preset {
             None => usual,
-            Some(Preset::Quick) => {
-                Self { name: Some("quick"), lengths: &[600, 1536], generate: 16, max_rounds: 7, ..usual }
-            }
+            Some(Preset::Quick) => Self {
+                name: Some("quick"),
+                lengths: &[600, 1536],
+                generate: 16,
+                max_rounds: 7,
+                // All arms are shown, and a core is left for the primary device.
+                npu: (cores() > 1).then_some("soft:cores=1"),
+                ..usual
+            },
             Some(Preset::Paper) => {
                 Self { name: Some("paper"), lengths: &[16_384, 32_768], repeats: 1, tile: 4096, ..usual }
             }
@@ -212,17 +231,28 @@ fn show(bar: &ProgressBar, progress: &run::Progress) {
 
 fn setup(args: &Args) -> Result<Setup> {
     let defaults = Defaults::of(args.preset);
-    let feature = match (&args.npu, args.self_test) {
+    let tuned = args.tuning.as_deref().map(Tuned::read).transpose()?;
+    let npu = match (&args.npu, &tuned, args.self_test) {
+        (Some(npu), ..) => Some(npu.clone()),
+        (None, Some(tuned), _) => Some(tuned.npu.clone()),
+        (None, None, None) => defaults.npu.map(str::to_owned),
+        (None, None, Some(_)) => None,
+    };
+    let feature = match (&npu, args.self_test) {
         (Some(npu), _) => {
             let mode = if args.hybrid == Hybrid::Auto { "auto" } else { "on" };
-            Feature::Hybrid { npu: npu.clone(), mode: mode.to_owned() }
+            let tuning = tuned.as_ref().map(|tuned| tuned.path.clone());
+            Feature::Hybrid { npu: npu.clone(), mode: mode.to_owned(), tuning }
         }
         (None, Some(SelfTest::WidenOnly)) => Feature::WidenOnly,
         (None, Some(SelfTest::NeverRuns)) => Feature::NeverRuns,
         (None, Some(SelfTest::Slower)) => Feature::Slower { share: 0.05 },
         (None, None) => Feature::None,
     };
-    let geometry = Geometry::new(args.tile.unwrap_or(defaults.tile) as usize, args.chunk as usize);
+    let geometry = {
+        let tile = tuned.as_ref().map_or(args.tile.unwrap_or(defaults.tile) as usize, |tuned| tuned.tile);
+        Geometry::new(tile, args.chunk as usize)
+    };
     let rounds = args.rounds.unwrap_or(5) as usize;
     let settings = Settings {
         preset: defaults.name.map(str::to_owned),
@@ -243,9 +273,10 @@ fn setup(args: &Args) -> Result<Setup> {
     );
     let asked = if args.prompt_lengths.is_empty() { defaults.lengths } else { &args.prompt_lengths };
     let lengths = lengths(asked, args.fit, geometry.tile);
-    let threads = match args.threads {
-        0 => threads_beside(args.npu.as_deref()),
-        threads => usize::from(threads),
+    let threads = match (args.threads, &tuned) {
+        (0, Some(tuned)) => tuned.threads,
+        (0, None) => threads_beside(npu.as_deref()),
+        (threads, _) => usize::from(threads),
     };
     let models: Vec<Option<PathBuf>> =
         if args.model.is_empty() { vec![None] } else { args.model.iter().cloned().map(Some).collect() };
@@ -269,7 +300,31 @@ fn setup(args: &Args) -> Result<Setup> {
     }
     let program = std::env::current_exe().context("cannot find the program that runs")?;
     let arms = Arm::of(&settings.feature, geometry, threads);
-    Ok(Setup { program, settings, arms, lengths, subjects })
+    let max_estimate_s = (!args.yes).then_some(UNASKED_S);
+    Ok(Setup { program, settings, arms, lengths, subjects, max_estimate_s })
+}
+
+/// What a tuning file says of arm C.
+struct Tuned {
+    path: String,
+    npu: String,
+    tile: usize,
+    threads: usize,
+}
+
+impl Tuned {
+    fn read(path: &Path) -> Result<Self> {
+        let file = tuning::read(path)?;
+        let settings = file.settings.with_context(|| {
+            format!("{} recommends no engine, so there is nothing to compare: {}", path.display(), file.outcome.why)
+        })?;
+        let path = path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))?.to_owned();
+        Ok(Self { path, npu: file.npu, tile: settings.tile, threads: file.key.threads })
+    }
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Each length once, shortest first.
@@ -291,10 +346,9 @@ fn lengths(asked: &[u32], fit: Fits, tile: usize) -> Vec<Length> {
 /// Threads that soft engines leave to the primary device; 0 = all.
 fn threads_beside(npu: Option<&str>) -> usize {
     let Some(engines) = npu.and_then(|spec| spec.strip_prefix("soft")) else { return 0 };
-    let cores = engines.split([':', ',']).find_map(|part| part.strip_prefix("cores="));
-    let taken: usize = cores.and_then(|cores| cores.parse().ok()).unwrap_or(1);
-    let all = std::thread::available_parallelism().map_or(1, usize::from);
-    all.saturating_sub(taken).max(1)
+    let taken = engines.split([':', ',']).find_map(|part| part.strip_prefix("cores="));
+    let taken: usize = taken.and_then(|cores| cores.parse().ok()).unwrap_or(1);
+    cores().saturating_sub(taken).max(1)
 }
 
 #[cfg(test)]
@@ -311,9 +365,8 @@ mod tests {
 
     #[test]
     fn soft_engines_take_cores_from_the_primary() {
-        let all = std::thread::available_parallelism().map_or(1, usize::from);
         assert_eq!(threads_beside(None), 0);
         assert_eq!(threads_beside(Some("ort:path=x")), 0);
-        assert_eq!(threads_beside(Some("soft:cores=1")), (all - 1).max(1));
+        assert_eq!(threads_beside(Some("soft:cores=1")), (cores() - 1).max(1));
     }
 }

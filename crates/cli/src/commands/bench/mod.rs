@@ -4,7 +4,7 @@ mod compare;
 mod in_process;
 mod load;
 mod matrix;
-mod subject;
+pub(super) mod subject;
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 }
 
 /// Becomes true at the first Ctrl-C or SIGTERM; the second ends the process.
-fn stop_flag() -> Result<Arc<AtomicBool>> {
+pub(super) fn stop_flag() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

@@ -7,19 +7,19 @@ use troika_base::NumericClass;
 use troika_bench::corpus::{Corpus, Tokens};
 use troika_bench::record::ModelFacts;
 
-use crate::model_source::ModelArgs;
+use crate::model_source::{ModelArgs, hex};
 
 /// What is served, and what it is asked.
-pub(super) struct Opened {
-    pub(super) facts: ModelFacts,
-    pub(super) tokens: Tokens,
-    pub(super) max_context_tokens: usize,
+pub(in crate::commands) struct Opened {
+    pub(in crate::commands) facts: ModelFacts,
+    pub(in crate::commands) tokens: Tokens,
+    pub(in crate::commands) max_context_tokens: usize,
     /// Why speculative decoding cannot be measured.
-    pub(super) drafter_unavailable: &'static str,
+    pub(in crate::commands) drafter_unavailable: &'static str,
 }
 
 /// Opens the checkpoint in `model`, nano without one, to be served in `class`.
-pub(super) fn open(model: Option<PathBuf>, class: NumericClass, corpus: Corpus) -> Result<Opened> {
+pub(in crate::commands) fn open(model: Option<PathBuf>, class: NumericClass, corpus: Corpus) -> Result<Opened> {
     let mut args = vec!["--class".to_owned(), class.name().to_owned()];
     if let Some(dir) = &model {
         let dir = dir.to_str().with_context(|| format!("{} is not UTF-8", dir.display()))?;
@@ -39,8 +39,4 @@ pub(super) fn open(model: Option<PathBuf>, class: NumericClass, corpus: Corpus) 
         max_context_tokens: open.config.model.max_position_embeddings,
         drafter_unavailable,
     })
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
