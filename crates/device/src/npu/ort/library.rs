@@ -3,6 +3,7 @@
 //! The library allows one environment per process, so it is opened once and stays. This is the only state of a process here.
 
 use std::collections::BTreeMap;
+use std::error::Error as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -68,6 +69,11 @@ pub(super) fn open(places: &[PathBuf]) -> Result<Library, String> {
                 let library = Library { environment, path, build: build(ort::info()), plugins: BTreeMap::new() };
                 *open = Some(library.clone());
                 return Ok(library);
+            }
+            Err(ort::LoadDynamicError::Dlopen { error, path }) => {
+                // Only what lies behind it says what the system did not like.
+                let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+                reasons.push(format!("{}: {why}", path.display()));
             }
             Err(error) => reasons.push(error.to_string()),
         }
