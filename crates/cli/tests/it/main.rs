@@ -8,4 +8,5 @@ mod hybrid;
 #[cfg(target_os = "linux")]
 mod memory;
 mod serving;
+mod simulation;
 mod support;
