@@ -10,9 +10,7 @@ use troika_graph::{Acceptance, Segment, StepGraph, StepRows};
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::plan::Lane as StepLane;
 use troika_runtime::{DeviceId, Executor, Plan, Priority, Step, Template};
-use troika_scheduler::{
-    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Scheduler, StateCost, Urgency,
-};
+use troika_scheduler::{Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Scheduler, StateCost, Urgency};
 
 use crate::SimError;
 use crate::faults::Faults;
@@ -95,8 +93,7 @@ const MAX_WAVEFRONT: usize = 16;
 const MAX_CONCURRENCY: usize = 256;
 
 /// Models that profiles may name, and their configurations.
-const MODELS: [(&str, &str); 1] =
-    [("v4-flash-0731", include_str!("../../../models/configs/deepseek-v4-flash.json"))];
+const MODELS: [(&str, &str); 1] = [("v4-flash-0731", include_str!("../../../models/configs/deepseek-v4-flash.json"))];
 
 impl Machine {
     /// `profile` with a model of [`Self::models`], stored as `checkpoint`.
@@ -250,7 +247,8 @@ impl Machine {
             (true, Some(code)) => {
                 let reason = format!("load: code {code}");
                 unavailable = Some(reason.clone());
-                let left = spec.placed().map(|(projection, _)| LeftOut { projection, layers: 0, reason: reason.clone() });
+                let left =
+                    spec.placed().map(|(projection, _)| LeftOut { projection, layers: 0, reason: reason.clone() });
                 Built { plan: Plan::primary(), left_out: left.collect() }
             }
             (false, _) => Built { plan: Plan::primary(), left_out: Vec::new() },

@@ -269,7 +269,8 @@ impl Profile {
     ///
     /// If it knows none of that name.
     pub fn checkpoint(&self, name: &str) -> Result<&Checkpoint, SimError> {
-        let known = || self.checkpoints.iter().map(|checkpoint| checkpoint.name.as_str()).collect::<Vec<_>>().join(", ");
+        let known =
+            || self.checkpoints.iter().map(|checkpoint| checkpoint.name.as_str()).collect::<Vec<_>>().join(", ");
         self.checkpoints.iter().find(|checkpoint| checkpoint.name == name).ok_or_else(|| SimError::UnknownName {
             what: "checkpoint",
             name: name.to_owned(),
@@ -308,7 +309,7 @@ mod tests {
             ("ms = 56.0", "ms = nan", "ms of experts = NaN"),
             ("name = \"wo_b\"", "name = \"wo_a\"", "wo_a is there twice"),
             ("tflops = 19.5", "tflops = 0.0", "tflops of attend"),
-            ("experts = 3.75", "experty = 3.75", "extra_ms for experty"),
+            ("experts = 0.35", "experty = 0.35", "extra_ms for experty"),
             ("handover_ms = 0.22", "handover_s = 0.22", "unknown field `handover_s`"),
         ];
         for (from, to, want) in cases {

@@ -9,4 +9,5 @@ mod hybrid;
 mod memory;
 mod ort;
 mod serving;
+mod simulation;
 mod support;
