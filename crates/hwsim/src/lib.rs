@@ -38,8 +38,8 @@ pub use form::Projection;
 pub use machine::{Arm, Machine, Run, STOCK_BLOCK, STOCK_STEP};
 pub use plan::{LeftOut, Placement, PlanSpec};
 pub use prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind};
-pub use sweep::{Axis, Knob, Point, Sweep};
 pub use profile::{Basis, Checkpoint, Profile, ProjectionCost};
+pub use sweep::{Axis, Knob, Point, Sweep};
 
 /// Why nothing was simulated.
 #[derive(Debug, thiserror::Error)]

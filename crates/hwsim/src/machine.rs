@@ -6,13 +6,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use troika_base::{NumericClass, RequestId, SequenceId};
 use troika_device::{SequenceState, StateShape};
-use troika_graph::{Acceptance, Segment, StepGraph, StepRows};
+use troika_graph::{Acceptance, Op, Segment, StepGraph, StepRows};
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::plan::Lane as StepLane;
 use troika_runtime::{DeviceId, Executor, Plan, Priority, Step, Template};
-use troika_scheduler::{
-    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Scheduler, StateCost, Urgency,
-};
+use troika_scheduler::{Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Scheduler, StateCost, Urgency};
 
 use crate::SimError;
 use crate::faults::Faults;
@@ -95,8 +93,7 @@ const MAX_WAVEFRONT: usize = 16;
 const MAX_CONCURRENCY: usize = 256;
 
 /// Models that profiles may name, and their configurations.
-const MODELS: [(&str, &str); 1] =
-    [("v4-flash-0731", include_str!("../../../models/configs/deepseek-v4-flash.json"))];
+const MODELS: [(&str, &str); 1] = [("v4-flash-0731", include_str!("../../../models/configs/deepseek-v4-flash.json"))];
 
 impl Machine {
     /// `profile` with a model of [`Self::models`], stored as `checkpoint`.
@@ -176,6 +173,18 @@ impl Machine {
         self.profile.projections.iter().map(|cost| cost.name).collect()
     }
 
+    /// Output channels of an operation: of its smallest weight and group, which is cut most coarsely. `None` without it.
+    pub fn channels(&self, projection: Projection) -> Option<usize> {
+        let cut_shared = matches!(projection, Projection::Mlp | Projection::MlpDown);
+        let graph = self.graph(self.profile.tile, cut_shared);
+        let nodes = graph.nodes().iter().filter(|node| Projection::of(node) == Some(projection));
+        let channels = nodes.flat_map(|node| {
+            let groups = if let Op::GroupedLinear { groups, .. } = node.op { groups } else { 1 };
+            node.op.weights().into_iter().map(move |weight| weight.rows / groups)
+        });
+        channels.min()
+    }
+
     /// Predicted milliseconds of an operation on one tile, averaged over the layers: on the primary device, and as placed, join
     /// included, with nothing beside it.
     ///
@@ -250,7 +259,8 @@ impl Machine {
             (true, Some(code)) => {
                 let reason = format!("load: code {code}");
                 unavailable = Some(reason.clone());
-                let left = spec.placed().map(|(projection, _)| LeftOut { projection, layers: 0, reason: reason.clone() });
+                let left =
+                    spec.placed().map(|(projection, _)| LeftOut { projection, layers: 0, reason: reason.clone() });
                 Built { plan: Plan::primary(), left_out: left.collect() }
             }
             (false, _) => Built { plan: Plan::primary(), left_out: Vec::new() },

@@ -129,7 +129,10 @@ impl PlanSpec {
         let engines = &profile.engines;
         if self.tile < engines.min_tile || !self.tile.is_multiple_of(engines.tile_multiple) {
             let (least, multiple) = (engines.min_tile, engines.tile_multiple);
-            return refuse(format!("tile {}: {} takes multiples of {multiple} from {least} on", self.tile, engines.name));
+            return refuse(format!(
+                "tile {}: {} takes multiples of {multiple} from {least} on",
+                self.tile, engines.name
+            ));
         }
         for (projection, placement) in &self.place {
             let Placement::Split { engines, cpu } = *placement else { continue };
@@ -224,9 +227,7 @@ impl Shapes {
     fn format(&self, weight: &WeightRef) -> Format {
         match self.formats {
             Formats::Official => official_format(weight.key.role),
-            Formats::Affine4 => {
-                Format::Affine { bits: 4, group: 64, scale: troika_base::storage::ScaleFormat::Bf16 }
-            }
+            Formats::Affine4 => Format::Affine { bits: 4, group: 64, scale: troika_base::storage::ScaleFormat::Bf16 },
         }
     }
 }
@@ -237,7 +238,8 @@ impl WeightSource for Shapes {
         let format = self.format(weight);
         let lengths = format.byte_lengths(weight.rows, weight.cols)?;
         // Zeroed memory is not there before somebody writes to it, which nobody does.
-        StoredTensor::new(format, weight.rows, weight.cols, lengths.map(|bytes| SharedBytes::new(vec![0u8; bytes]))).ok()
+        StoredTensor::new(format, weight.rows, weight.cols, lengths.map(|bytes| SharedBytes::new(vec![0u8; bytes])))
+            .ok()
     }
 
     fn keys(&self) -> Vec<WeightKey> {
@@ -274,18 +276,16 @@ pub(crate) fn build(
 ) -> Built {
     let limits = profile.limits();
     let cutter = Cutter { graph, spec, profile, faults };
-    let kinds: BTreeMap<WeightKey, Projection> = graph
-        .nodes()
-        .iter()
-        .filter_map(|node| projection_key(&node.op).zip(Projection::of(node)))
-        .collect();
+    let kinds: BTreeMap<WeightKey, Projection> =
+        graph.nodes().iter().filter_map(|node| projection_key(&node.op).zip(Projection::of(node))).collect();
     let mut projections = BTreeMap::new();
     let mut left_out: Vec<LeftOut> = Vec::new();
-    let mut note = |projection: Projection, reason: String| {
-        match left_out.iter_mut().find(|other| other.projection == projection && other.reason == reason) {
-            Some(known) => known.layers += 1,
-            None => left_out.push(LeftOut { projection, layers: 1, reason }),
-        }
+    let mut note = |projection: Projection, reason: String| match left_out
+        .iter_mut()
+        .find(|other| other.projection == projection && other.reason == reason)
+    {
+        Some(known) => known.layers += 1,
+        None => left_out.push(LeftOut { projection, layers: 1, reason }),
     };
     let mut next_id = 0;
     let mut bank_bytes = 0;
@@ -377,11 +377,8 @@ impl Cutter<'_> {
             let devices = (0..instances).map(|i| DeviceId(1 + ((first + i) % instances) as u16)).collect();
             return Ok(Cut { shares: Shares::Turns { devices, procedure: whole }, bytes, without_cpu: None });
         }
-        let cuts: Vec<Option<Channels>> = candidate
-            .weights
-            .iter()
-            .map(|weight| self.partition(weight.rows / candidate.groups, placement))
-            .collect();
+        let cuts: Vec<Option<Channels>> =
+            candidate.weights.iter().map(|weight| self.partition(weight.rows / candidate.groups, placement)).collect();
         if cuts.iter().all(Option::is_none) {
             return Err(self.too_few(placement));
         }
@@ -428,7 +425,9 @@ impl Cutter<'_> {
 
     fn no_cpu(&self, projection: Projection) -> String {
         match () {
-            () if self.faults.missing_cpu_symbol => "missing_symbol: the CPU's product is not in its library".to_owned(),
+            () if self.faults.missing_cpu_symbol => {
+                "missing_symbol: the CPU's product is not in its library".to_owned()
+            }
             () if self.profile.cpu.is_none() => "no CPU share: the profile has no CPU".to_owned(),
             () => format!("no CPU share: too few channels of {projection}"),
         }
@@ -463,7 +462,8 @@ impl Cutter<'_> {
                 let split = Partition::split(out, fraction, engines.instances, alignment)?;
                 let Partition { instances, primary } = split;
                 let aligned = self.profile.cpu.as_ref().filter(|_| !self.faults.missing_cpu_symbol);
-                let cpu = aligned.map_or(0, |own| (out as f64 * cpu) as usize / own.channel_alignment * own.channel_alignment);
+                let cpu = aligned
+                    .map_or(0, |own| (out as f64 * cpu) as usize / own.channel_alignment * own.channel_alignment);
                 let middle = primary.start + cpu.min(primary.len());
                 Some(Channels { instances, cpu: primary.start..middle, primary: middle..primary.end })
             }

@@ -269,7 +269,8 @@ impl Profile {
     ///
     /// If it knows none of that name.
     pub fn checkpoint(&self, name: &str) -> Result<&Checkpoint, SimError> {
-        let known = || self.checkpoints.iter().map(|checkpoint| checkpoint.name.as_str()).collect::<Vec<_>>().join(", ");
+        let known =
+            || self.checkpoints.iter().map(|checkpoint| checkpoint.name.as_str()).collect::<Vec<_>>().join(", ");
         self.checkpoints.iter().find(|checkpoint| checkpoint.name == name).ok_or_else(|| SimError::UnknownName {
             what: "checkpoint",
             name: name.to_owned(),

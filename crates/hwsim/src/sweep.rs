@@ -63,15 +63,8 @@ impl FromStr for Knob {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let knobs = [
-            Self::Step,
-            Self::Tile,
-            Self::Block,
-            Self::Wavefront,
-            Self::Concurrency,
-            Self::EngineRate,
-            Self::SyncMs,
-        ];
+        let knobs =
+            [Self::Step, Self::Tile, Self::Block, Self::Wavefront, Self::Concurrency, Self::EngineRate, Self::SyncMs];
         if let Some(knob) = knobs.into_iter().find(|knob| knob.to_string() == text) {
             return Ok(knob);
         }

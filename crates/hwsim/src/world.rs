@@ -149,7 +149,8 @@ impl World {
         let inner = self.lock();
         let profile = &inner.profile;
         let mut names = vec![(profile.primary.name.clone(), DeviceKind::Cpu)];
-        let instances = (0..profile.engines.instances).map(|i| (format!("{}{i}", profile.engines.name), DeviceKind::Npu));
+        let instances =
+            (0..profile.engines.instances).map(|i| (format!("{}{i}", profile.engines.name), DeviceKind::Npu));
         names.extend(instances);
         names.extend(profile.cpu.iter().map(|cpu| (cpu.name.clone(), DeviceKind::Cpu)));
         let device = |(number, (name, kind)): (usize, (String, DeviceKind))| {
