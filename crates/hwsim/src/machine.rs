@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use serde::{Deserialize, Serialize};
 use troika_base::{NumericClass, RequestId, SequenceId};
 use troika_device::{SequenceState, StateShape};
-use troika_graph::{Acceptance, Segment, StepGraph, StepRows};
+use troika_graph::{Acceptance, Op, Segment, StepGraph, StepRows};
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::plan::Lane as StepLane;
 use troika_runtime::{DeviceId, Executor, Plan, Priority, Step, Template};
@@ -171,6 +171,18 @@ impl Machine {
     /// Operations that engines may take part in: those that have a price.
     pub fn projections(&self) -> Vec<Projection> {
         self.profile.projections.iter().map(|cost| cost.name).collect()
+    }
+
+    /// Output channels of an operation: of its smallest weight and group, which is cut most coarsely. `None` without it.
+    pub fn channels(&self, projection: Projection) -> Option<usize> {
+        let cut_shared = matches!(projection, Projection::Mlp | Projection::MlpDown);
+        let graph = self.graph(self.profile.tile, cut_shared);
+        let nodes = graph.nodes().iter().filter(|node| Projection::of(node) == Some(projection));
+        let channels = nodes.flat_map(|node| {
+            let groups = if let Op::GroupedLinear { groups, .. } = node.op { groups } else { 1 };
+            node.op.weights().into_iter().map(move |weight| weight.rows / groups)
+        });
+        channels.min()
     }
 
     /// Predicted milliseconds of an operation on one tile, averaged over the layers: on the primary device, and as placed, join

@@ -139,6 +139,8 @@ pub enum Arm {
     Stock,
     /// The same in the geometry that the engines need.
     Matched,
+    /// The plan that is compared with, just as it is.
+    Reference,
     Candidate(Candidate),
 }
 

@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use super::Gate;
 use super::file::{Source, TuningFile};
 use super::search::label;
+use super::{Arm, Gate};
 
 /// The outcome in a page; with `explain` also the way there, kind by kind and step by step.
 pub fn render(file: &TuningFile, explain: bool) -> String {
@@ -41,7 +41,11 @@ pub fn render(file: &TuningFile, explain: bool) -> String {
             Some(Gate::NotRun { why }) => format!("\n{:28}numeric gate not run: {why}", ""),
         };
         let void = verified.void.as_ref().map_or_else(String::new, |why| format!("\n{:28}VOID: {why}", ""));
-        let _ = writeln!(text, "  {:<26}{}{gate}{void}", verified.name, label(&verified.arm));
+        let meaning = match (&verified.arm, &outcome.options.reference) {
+            (Arm::Reference, Some(reference)) => reference.kinds.label(),
+            (arm, _) => label(arm),
+        };
+        let _ = writeln!(text, "  {:<26}{meaning}{gate}{void}", verified.name);
     }
     match (&file.settings, outcome.recommended()) {
         (Some(settings), Some(verified)) => {

@@ -40,10 +40,17 @@ pub struct Options {
     /// Passes while searching, and at least and at most in the verification.
     pub search_rounds: usize,
     pub verify_rounds: [usize; 2],
-    /// A plan to compare with, by its name.
-    pub reference: Option<(String, Candidate)>,
+    /// A plan to compare with.
+    pub reference: Option<Reference>,
     /// Longest run without consent, seconds as estimated; `None` = consent was given.
     pub max_estimate_s: Option<f64>,
+}
+
+/// A plan that is there already.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Reference {
+    pub name: String,
+    pub kinds: Candidate,
 }
 
 /// How far it is.
@@ -431,6 +438,28 @@ impl<'a> Tuner<'a> {
                 kind.pays.push((s.placement, net_ms));
             }
         }
+        self.judge_reference(pooled.unwrap_or(0.0));
+    }
+
+    /// What the plan that is compared with does of each kind, by the same test.
+    fn judge_reference(&mut self, pooled_ms: f64) {
+        let Some(reference) = &self.options.reference else { return };
+        for kind in &mut self.kinds {
+            let placement = reference.kinds.placement(&kind.facts.name);
+            let (Some(expected), Placement::Split { engine, cpu }) = (kind.expected_ms(placement), placement) else {
+                continue;
+            };
+            let net_ms = expected + kind.synchronization_ms.unwrap_or(pooled_ms);
+            let verdict = if kind.may_pay(net_ms) { "pays" } else { "does not pay, off" };
+            let (name, share) = (&reference.name, kind.share(net_ms));
+            kind.lines.push(format!("{} as in {name}: {net_ms:.2} ms, {share}: {verdict}", placement.label()));
+            let without = kind.expected_ms(Placement::split(engine)).filter(|_| cpu > 0.0);
+            if let Some(without) = without.filter(|without| *without <= expected) {
+                kind.lines.push(format!(
+                    "cpu {cpu:.3} as in {name}: {expected:.2} ms with it, {without:.2} ms without: the CPU's share goes off"
+                ));
+            }
+        }
     }
 
     /// Everything that pays, each kind as it is best; what would be placed twice goes where it saves more.
@@ -664,6 +693,7 @@ pub(super) fn label(arm: &Arm) -> String {
     match arm {
         Arm::Stock => "primary device, stock chunks".to_owned(),
         Arm::Matched => "primary device, the same chunks as with engines".to_owned(),
+        Arm::Reference => "the plan that is compared with".to_owned(),
         Arm::Candidate(candidate) => candidate.label(),
     }
 }

@@ -67,7 +67,7 @@ impl Served {
         let Setup { geometry, threads, .. } = &self.setup;
         let (threads, step) = match arm {
             Arm::Stock => (threads[0], geometry.stock_step),
-            Arm::Matched => (threads[0], geometry.plan_step),
+            Arm::Matched | Arm::Reference => (threads[0], geometry.plan_step),
             Arm::Candidate(candidate) if candidate.kinds.is_empty() => (threads[0], geometry.plan_step),
             Arm::Candidate(_) => (threads[1], geometry.plan_step),
         };
@@ -168,6 +168,9 @@ impl Served {
 
     fn arm(&mut self, arm: &Arm, pass: &Pass) -> Result<Vec<Sample>, BenchError> {
         self.check_stop()?;
+        if *arm == Arm::Reference {
+            return Err(BenchError::Record("no plan is there to compare with".to_owned()));
+        }
         if pass.fresh {
             self.servers.clear();
         }

@@ -6,7 +6,7 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 
 use super::journal::Journaled;
-use super::search::{Options, Outcome, tune};
+use super::search::{Options, Outcome, Reference, tune};
 use super::width::Point;
 use super::{Arm, Candidate, Gate, KindFacts, Pass, Placement, Probe, Rig, Sample};
 use crate::BenchError;
@@ -91,6 +91,7 @@ impl Machine {
         let ms = match arm {
             Arm::Stock => self.ms(&Candidate::off()) * 1.022,
             Arm::Matched => self.ms(&Candidate::off()),
+            Arm::Reference => self.ms(&published()),
             Arm::Candidate(candidate) => self.ms(candidate),
         };
         let mut uniform = || (self.random.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
@@ -174,7 +175,7 @@ fn options(overlap: bool, max_wavefront: usize) -> Options {
         max_wavefront,
         search_rounds: 3,
         verify_rounds: [5, 9],
-        reference: Some(("published-2026-08".to_owned(), published())),
+        reference: Some(Reference { name: "published-2026-08".to_owned(), kinds: published() }),
         max_estimate_s: None,
     }
 }
@@ -203,6 +204,14 @@ fn splits_that_do_not_pay_and_the_cpus_share_go_off() {
     let lines = |kind: &str| outcome.kinds[kind].lines.join("\n");
     assert!(lines("wo_a").contains("does not pay"), "{}", lines("wo_a"));
     assert!(lines("mlp_down").contains("synchronization 0.8"), "{}", lines("mlp_down"));
+    assert!(
+        lines("wo_a").contains("split 0.500 as in published-2026-08: 14.73 ms, 128 % of 11.55 ms: does not pay, off")
+    );
+    assert!(
+        lines("query").contains("7.97 ms with it, 7.53 ms without: the CPU's share goes off"),
+        "{}",
+        lines("query")
+    );
     assert!(lines("query").contains("cpu 0.104: prompts 0.4 % faster than without the CPU"), "{}", lines("query"));
 }
 

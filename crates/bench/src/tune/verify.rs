@@ -41,8 +41,8 @@ impl Tuner<'_> {
             }
         }
         let mut entries = vec![Entry::of("stock", Arm::Stock, None), Entry::of("matched", Arm::Matched, None)];
-        if let Some((name, reference)) = &self.options.reference {
-            entries.push(Entry::of(name, Arm::Candidate(reference.clone()), None));
+        if let Some(reference) = &self.options.reference {
+            entries.push(Entry::of(&reference.name, Arm::Reference, None));
         }
         for candidate in self.gated(&found)? {
             entries.push(candidate);

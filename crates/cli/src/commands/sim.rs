@@ -154,7 +154,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn profile(name: &str) -> Result<Profile> {
+pub(super) fn profile(name: &str) -> Result<Profile> {
     if Profile::names().contains(&name) || !looks_like_a_file(name) {
         return Ok(Profile::named(name)?);
     }

@@ -24,6 +24,7 @@ use crate::tuning;
 
 pub(super) fn tune(
     args: &Args,
+    npu: &str,
     geometry: Geometry,
     options: &Options,
     tell: &mut dyn FnMut(&Progress),
@@ -32,7 +33,7 @@ pub(super) fn tune(
     let mut model_args = ModelArgs::of(args.model.clone(), NumericClass::Fast);
     model_args.threads = args.threads;
     let model = model_args.open()?;
-    let hybrid = HybridArgs::of(&args.npu, geometry.tile, 0, &BTreeMap::new()).context("--npu")?;
+    let hybrid = HybridArgs::of(npu, geometry.tile, 0, &BTreeMap::new()).context("--npu")?;
     let wish = hybrid.wish()?.expect("an engine is named");
     let cpu_alone = model_args.runner_options(NumericClass::Fast).cpu;
     let cpu = beside(cpu_alone, &wish);
@@ -45,7 +46,7 @@ pub(super) fn tune(
         Setup {
             program: std::env::current_exe().context("cannot find the program that runs")?,
             model: subject.facts.args,
-            npu: args.npu.clone(),
+            npu: npu.to_owned(),
             geometry,
             threads: [cpu_alone.threads, cpu.threads],
             tokens: subject.tokens,
@@ -57,14 +58,14 @@ pub(super) fn tune(
     drop(wish);
     let mut journal = args.output.out.clone().into_os_string();
     journal.push(".journal");
-    let held = json!({"for": &key, "npu": &args.npu, "tile": geometry.tile, "chunk": geometry.stock_step});
+    let held = json!({"for": &key, "npu": npu, "tile": geometry.tile, "chunk": geometry.stock_step});
     let mut rig = Journaled::open(served, journal.as_ref(), &held)
         .context("the journal of an earlier run cannot be continued: remove it, or name another --out")?;
     if rig.num_known() > 0 {
         tracing::info!(answers = rig.num_known(), "going on with the run that was begun");
     }
     let outcome = search(&mut rig, options, tell)?;
-    Ok(TuningFile::new(Source::Measured, super::now_unix_s(), subject.facts.name, key, &args.npu, outcome))
+    Ok(TuningFile::new(Source::Measured, super::now_unix_s(), subject.facts.name, key, npu, outcome))
 }
 
 /// Kinds by their names on the command line, and what an operation of each costs: means over their shapes and layers.

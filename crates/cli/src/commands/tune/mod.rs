@@ -1,6 +1,7 @@
 //! `troika tune`: its flags, and what comes of a search.
 
 mod measured;
+mod simulated;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -12,6 +13,7 @@ use troika_bench::arm::Geometry;
 use troika_bench::tune::file::TuningFile;
 use troika_bench::tune::report;
 use troika_bench::tune::search::{Options, Progress};
+use troika_hwsim::PlanSpec;
 
 use crate::progress;
 use crate::report::{print, write_json};
@@ -32,8 +34,19 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// Engines to use, as `troika serve` takes them.
-    #[arg(long, value_name = "ENGINE")]
-    npu: String,
+    #[arg(long, value_name = "ENGINE", required_unless_present = "simulate")]
+    npu: Option<String>,
+    /// Tune a simulated machine instead, named as in `troika sim --profile`. What comes of it is a prediction, and says so; no
+    /// server takes it.
+    #[arg(
+        long,
+        value_name = "NAME|FILE",
+        conflicts_with_all = ["model", "npu", "threads", "tile", "chunk", "plan_dir", "calibrate", "yes"]
+    )]
+    simulate: Option<String>,
+    /// Plan that a simulated machine's are compared with, named as in `troika sim --plan`.
+    #[arg(long, value_name = "NAME", default_value = "published-2026-08", requires = "simulate")]
+    reference: String,
     /// Threads of the primary device; 0 = every core, or, with engines that are made of cores, those that they leave.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     threads: u16,
@@ -94,7 +107,7 @@ struct OutputArgs {
 }
 
 impl SearchArgs {
-    fn options(&self, geometry: Geometry, max_estimate_s: Option<f64>) -> Result<Options> {
+    fn options(&self, tile: usize, max_estimate_s: Option<f64>) -> Result<Options> {
         let allows = |mode| self.modes.contains(&mode);
         ensure!(
             allows(Mode::Overlap) || !allows(Mode::Wavefront),
@@ -102,7 +115,7 @@ impl SearchArgs {
         );
         let rounds = usize::from(self.rounds);
         Ok(Options {
-            tile: geometry.tile,
+            tile,
             tiles: self.tiles.into(),
             split: allows(Mode::Split),
             overlap: allows(Mode::Overlap),
@@ -116,15 +129,20 @@ impl SearchArgs {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let geometry = Geometry::new(args.tile as usize, args.chunk as usize);
-    let options = args.search.options(geometry, (!args.yes).then_some(UNASKED_S))?;
     let bar = progress::steps(0);
     let mut tell = |progress: &Progress| {
         bar.set_length(progress.of as u64);
         bar.set_position(progress.done as u64);
         bar.set_message(progress.step.clone());
     };
-    let found = measured::tune(args, geometry, &options, &mut tell);
+    let found = match (&args.simulate, &args.npu) {
+        (Some(profile), _) => simulate(args, profile, &mut tell),
+        (None, npu) => {
+            let geometry = Geometry::new(args.tile as usize, args.chunk as usize);
+            let options = args.search.options(geometry.tile, (!args.yes).then_some(UNASKED_S))?;
+            measured::tune(args, npu.as_deref().unwrap_or_default(), geometry, &options, &mut tell)
+        }
+    };
     bar.finish_and_clear();
     match found {
         Ok(file) => finish(&file, &args.output),
@@ -134,6 +152,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         }
         Err(error) => Err(error),
     }
+}
+
+fn simulate(args: &Args, profile: &str, tell: &mut dyn FnMut(&Progress)) -> Result<TuningFile> {
+    let machine = simulated::machine(profile)?;
+    let reference = PlanSpec::named(&args.reference)?;
+    let options = args.search.options(reference.tile, None)?;
+    simulated::tune(machine, reference, &args.reference, options, tell)
 }
 
 fn finish(file: &TuningFile, output: &OutputArgs) -> Result<ExitCode> {
