@@ -282,6 +282,17 @@ pub(crate) enum Wished {
     Engines(Wish),
 }
 
+impl Wished {
+    /// The engines, where nothing can be done without.
+    pub(crate) fn engines(self) -> Result<Wish> {
+        match self {
+            Self::Engines(wish) => Ok(wish),
+            Self::Unavailable(reason) => anyhow::bail!(reason),
+            Self::Nothing => anyhow::bail!("no engine is named: name one with --npu, such as --npu soft"),
+        }
+    }
+}
+
 /// An engine that is there, and what it is to do.
 pub(crate) struct Wish {
     pub(crate) backend: Arc<dyn NpuBackend>,
@@ -312,6 +323,7 @@ impl HybridArgs {
             place,
             calibrate: false,
             plan_dir: None,
+            program_limit: Size(16 << 30),
             require_engaged: false,
         })
     }
