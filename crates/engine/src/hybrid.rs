@@ -45,12 +45,14 @@ pub struct Programs {
     pub not_kept: u64,
     /// Files that went to make room.
     pub evicted: u64,
+    /// Found on disk and not taken by the engine any more; compiled again.
+    pub refused: u64,
 }
 
 impl From<CompileCounts> for Programs {
     fn from(counts: CompileCounts) -> Self {
-        let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, .. } = counts;
-        Self { compiled, from_disk, damaged, not_kept, evicted }
+        let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, refused, .. } = counts;
+        Self { compiled, from_disk, damaged, not_kept, evicted, refused }
     }
 }
 

@@ -247,8 +247,8 @@ impl Runner {
         // Nothing is compiled later.
         let compile_counts = backend.and_then(|backend| backend.compile_counts());
         if let Some(counts) = compile_counts {
-            let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, .. } = counts;
-            tracing::info!(compiled, from_disk, damaged, not_kept, evicted, "programs of the engines");
+            let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, refused, .. } = counts;
+            tracing::info!(compiled, from_disk, damaged, not_kept, evicted, refused, "programs of the engines");
         }
         Ok(Self {
             emitter,

@@ -75,7 +75,7 @@ fn a_restart_compiles_nothing() {
     };
     let want = |compiled: u64, from_disk: u64, damaged: u64| {
         serde_json::json!({
-            "compiled": compiled, "from_disk": from_disk, "damaged": damaged, "not_kept": 0, "evicted": 0,
+            "compiled": compiled, "from_disk": from_disk, "damaged": damaged, "not_kept": 0, "evicted": 0, "refused": 0,
         })
     };
     // The shared expert and a half of wq_b of each of six layers.

@@ -3,10 +3,11 @@
 //! `docs/formats/compiled.md` has the layout of files. A file that is not as it was written is compiled anew; one that cannot
 //! be written costs the next start its compilation, and nothing else.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
 use sha2::{Digest, Sha256};
@@ -36,6 +37,8 @@ pub struct CompileCounts {
     pub not_kept: u64,
     /// Files that went to make room.
     pub evicted: u64,
+    /// Programs from disk that the engine did not take any more, as after a change of its driver; compiled again.
+    pub refused: u64,
     /// Staging folders of processes that have ended; they are gone.
     pub leftovers: u64,
 }
@@ -47,6 +50,8 @@ pub struct Cached {
     limit_bytes: u64,
     staging: Staging,
     counts: Mutex<CompileCounts>,
+    /// Digests of programs that were not compiled now.
+    from_disk: Mutex<BTreeSet<[u8; 32]>>,
 }
 
 impl Cached {
@@ -62,11 +67,11 @@ impl Cached {
             tracing::info!(leftovers, dir = %dir.display(), "removed what processes that ended had begun to write");
         }
         let counts = Mutex::new(CompileCounts { leftovers, ..CompileCounts::default() });
-        Ok(Self { inner, dir: dir.to_owned(), limit_bytes, staging, counts })
+        Ok(Self { inner, dir: dir.to_owned(), limit_bytes, staging, counts, from_disk: Mutex::default() })
     }
 
     fn count(&self, change: impl FnOnce(&mut CompileCounts)) {
-        change(&mut self.counts.lock().unwrap_or_else(PoisonError::into_inner));
+        change(&mut lock(&self.counts));
     }
 
     /// The program with this name, if it is there and sound.
@@ -154,6 +159,7 @@ impl NpuBackend for Cached {
         let key = key(&*self.inner, procedure);
         if let Some(compiled) = key.and_then(|key| self.read(&key)) {
             self.count(|counts| counts.from_disk += 1);
+            lock(&self.from_disk).insert(digest(&compiled.blob));
             return Ok(compiled);
         }
         let compiled = self.inner.compile(procedure)?;
@@ -165,7 +171,28 @@ impl NpuBackend for Cached {
     }
 
     fn load(&self, instance: usize, programs: &[Program]) -> Result<Box<dyn Bank>, NpuError> {
-        self.inner.load(instance, programs)
+        let error = match self.inner.load(instance, programs) {
+            Ok(bank) => return Ok(bank),
+            Err(error) => error,
+        };
+        let is_from_disk = |compiled: &Compiled| lock(&self.from_disk).contains(&digest(&compiled.blob));
+        if !programs.iter().any(|(_, compiled)| is_from_disk(compiled)) {
+            return Err(error);
+        }
+        tracing::warn!(%error, "the engine does not take what was compiled earlier; compiling it again");
+        let again = programs.iter().map(|(procedure, compiled)| {
+            if !is_from_disk(compiled) {
+                return Ok((Arc::clone(procedure), Arc::clone(compiled)));
+            }
+            lock(&self.from_disk).remove(&digest(&compiled.blob));
+            let compiled = self.inner.compile(procedure)?;
+            self.count(|counts| counts.refused += 1);
+            if let Some(key) = key(&*self.inner, procedure) {
+                self.write(&key, &compiled);
+            }
+            Ok((Arc::clone(procedure), Arc::new(compiled)))
+        });
+        self.inner.load(instance, &again.collect::<Result<Vec<Program>, NpuError>>()?)
     }
 
     fn enter(&self, instance: usize) {
@@ -173,7 +200,7 @@ impl NpuBackend for Cached {
     }
 
     fn compile_counts(&self) -> Option<CompileCounts> {
-        Some(*self.counts.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(*lock(&self.counts))
     }
 }
 
@@ -249,6 +276,15 @@ fn decode(bytes: &[u8], key: &[u8; 32]) -> Option<Compiled> {
     let resident_bytes = u64::from_le_bytes(*header[16..].first_chunk()?);
     let compiled = Compiled { blob: blob.to_vec(), resident_bytes };
     (encode(key, &compiled)[..HEADER] == *header).then_some(compiled)
+}
+
+fn digest(blob: &[u8]) -> [u8; 32] {
+    Sha256::digest(blob).into()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing under these locks can be left half-changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -15,17 +15,19 @@ use troika_device::npu::{
 };
 use troika_kernels::Ctx;
 
-/// Its programs are the number of a compilation and 1,000 bytes.
+/// Its programs have 1,000 bytes, the first of them the number of a compilation.
 struct Compiler {
     soft: Soft,
     version: &'static str,
     compilations: AtomicU64,
+    /// Programs of earlier compilations are not loaded.
+    accepted_from: AtomicU64,
 }
 
 impl Compiler {
     fn new(version: &'static str) -> Arc<Self> {
         let soft = Soft::start(SoftOptions::default()).expect("it starts");
-        Arc::new(Self { soft, version, compilations: AtomicU64::new(0) })
+        Arc::new(Self { soft, version, compilations: AtomicU64::new(0), accepted_from: AtomicU64::new(0) })
     }
 }
 
@@ -53,6 +55,11 @@ impl NpuBackend for Compiler {
     }
 
     fn load(&self, instance: usize, programs: &[Program]) -> Result<Box<dyn Bank>, NpuError> {
+        let accepted_from = self.accepted_from.load(Ordering::SeqCst);
+        let number = |compiled: &Compiled| u64::from_le_bytes(*compiled.blob.first_chunk().expect("1,000 bytes"));
+        if programs.iter().any(|(_, compiled)| number(compiled) < accepted_from) {
+            return Err(NpuError::Load { instance, bytes: 0, reason: "of another driver".to_owned() });
+        }
         self.soft.load(instance, programs)
     }
 }
@@ -196,6 +203,35 @@ fn what_was_used_longest_ago_makes_room() {
     let small = open(&compiler, dir.path(), 1000);
     small.compile(&procedures[1]).expect("it is compiled");
     assert_eq!((counts(&small).not_kept, counts(&small).evicted, files(dir.path()).len()), (1, 0, 3));
+}
+
+/// As after a change of a driver that no version tells of.
+#[test]
+fn what_the_engine_does_not_take_any_more_is_compiled_again() {
+    let dir = tempdir().expect("a folder");
+    let compiler = Compiler::new("1");
+    let procedures = [1, 2].map(|seed| Arc::new(product(seed, 64, 1, 32)));
+    let programs = |cached: &Cached| -> Vec<Program> {
+        let compile = |procedure: &Procedure| Arc::new(cached.compile(procedure).expect("it is compiled"));
+        procedures.iter().map(|procedure| (Arc::clone(procedure), compile(procedure))).collect()
+    };
+    let first = open(&compiler, dir.path(), ROOMY);
+    first.load(0, &programs(&first)).expect("it takes its own");
+    compiler.accepted_from.store(2, Ordering::SeqCst);
+    assert!(first.load(0, &programs(&first)[..1]).is_ok(), "from disk, and compiled again");
+    assert_eq!((counts(&first).from_disk, counts(&first).refused), (2, 1));
+    let again = open(&compiler, dir.path(), ROOMY);
+    again.load(0, &programs(&again)).expect("both are compiled again: nobody says which one it was");
+    assert_eq!((counts(&again).from_disk, counts(&again).refused), (2, 2));
+    let third = open(&compiler, dir.path(), ROOMY);
+    third.load(0, &programs(&third)).expect("it takes the new files");
+    assert_eq!((counts(&third).from_disk, counts(&third).refused), (2, 0));
+    // What was compiled just now and is refused is not compiled once more.
+    compiler.accepted_from.store(u64::MAX, Ordering::SeqCst);
+    let fresh = open(&compiler, dir.path(), 0);
+    let own = [(Arc::clone(&procedures[0]), Arc::new(compiler.compile(&procedures[0]).expect("it is compiled")))];
+    assert!(fresh.load(0, &own).is_err());
+    assert_eq!(counts(&fresh).refused, 0);
 }
 
 /// A folder of a process that lives stays, those of others go.

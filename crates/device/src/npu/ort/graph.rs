@@ -127,6 +127,14 @@ const INT8: u64 = 3;
 const UINT16: u64 = 4;
 
 impl Stage {
+    /// A small product, to see whether a compiler works at all.
+    pub(super) fn trial(rows: usize) -> Self {
+        let (cols, outputs) = (32, 8);
+        let codes = (0..cols * outputs).map(|i| (i % 5) as i8 - 2).collect();
+        let weights = Weights { codes, steps: vec![0.125; outputs], factors: vec![1.0; outputs] };
+        Self { rows, cols, outputs, groups: vec![weights] }
+    }
+
     /// The stage as an ONNX model (IR 10, operator set 21); fails, with the reason, if it is too large for one.
     pub(super) fn to_onnx(&self, form: Form) -> Result<Vec<u8>, String> {
         let size = if form == Form::Quantized { 1 } else { 4 } * self.groups.len() * self.cols * self.outputs;

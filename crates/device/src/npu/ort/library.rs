@@ -21,6 +21,8 @@ pub const NAME: &str = if cfg!(target_os = "windows") {
 };
 
 static OPEN: Mutex<Option<Library>> = Mutex::new(None);
+/// The first error that the library has logged since somebody asked: what it returns is often only what came of it.
+static LOGGED: Mutex<Option<String>> = Mutex::new(None);
 
 /// The open library.
 #[derive(Clone)]
@@ -57,11 +59,13 @@ pub(super) fn open(places: &[PathBuf]) -> Result<Library, String> {
         }
         match ort::init_from(&path) {
             Ok(builder) => {
-                let logger = Arc::new(|level: LogLevel, category: &str, _: &str, _: &str, message: &str| match level {
-                    LogLevel::Verbose | LogLevel::Info => tracing::trace!(category, "onnxruntime: {message}"),
-                    // It warns of what is meant: quantize nodes that were not fused, devices that are not there.
-                    LogLevel::Warning => tracing::debug!(category, "onnxruntime: {message}"),
-                    LogLevel::Error | LogLevel::Fatal => tracing::info!(category, "onnxruntime: {message}"),
+                let logger = Arc::new(|level: LogLevel, _: &str, _: &str, _: &str, message: &str| match level {
+                    LogLevel::Verbose | LogLevel::Info => tracing::trace!("onnxruntime: {message}"),
+                    LogLevel::Warning => tracing::debug!("onnxruntime: {message}"),
+                    LogLevel::Error | LogLevel::Fatal => {
+                        tracing::debug!("onnxruntime: {message}");
+                        LOGGED.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(|| message.to_owned());
+                    }
                 });
                 let builder = builder.with_name("troika").with_telemetry(false).with_logger(logger);
                 let environment = builder.build().map_err(|error| format!("{}: {error}", path.display()))?;
@@ -79,6 +83,11 @@ pub(super) fn open(places: &[PathBuf]) -> Result<Library, String> {
         }
     }
     Err(reasons.join("; "))
+}
+
+/// The first error that was logged since the last call.
+pub(super) fn take_logged() -> Option<String> {
+    LOGGED.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 impl Library {

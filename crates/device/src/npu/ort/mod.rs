@@ -24,7 +24,7 @@ use ort::session::builder::SessionBuilder;
 
 use self::bank::OrtBank;
 pub use self::graph::Form;
-use self::graph::stages;
+use self::graph::{Stage, stages};
 use self::library::Library;
 pub use self::library::NAME as LIBRARY_NAME;
 use super::{Bank, Compiled, Limits, NpuBackend, NpuError, Procedure, Program};
@@ -188,8 +188,12 @@ impl Ort {
         engine.device = engine.device_name().map_err(unavailable)?;
         engine.settings = engine.default_settings();
         engine.settings.extend(options.settings.clone());
-        // What the provider refuses for every graph is found out now.
-        engine.builder().map_err(|error| unavailable(format!("provider {provider} refuses its settings: {error}")))?;
+        if provider != Provider::Cpu {
+            // What is wrong with every graph is found out now: settings, drivers, a device that is not there.
+            let trial = Stage::trial(engine.limits.min_tile).to_onnx(engine.form);
+            let trial = trial.and_then(|graph| engine.compile_graph(&graph).map_err(what_happened));
+            trial.map_err(|reason| unavailable(format!("provider {provider} compiles nothing here: {reason}")))?;
+        }
         Ok(engine)
     }
 
@@ -283,10 +287,14 @@ impl Ort {
         Ok(builder.with_execution_providers([provider.error_on_failure()])?)
     }
 
-    /// A stage's graph as the provider's compiler leaves it.
-    fn compile_graph(&self, graph: &[u8]) -> ort::Result<Vec<u8>> {
+    /// A stage's graph as the provider's compiler leaves it; nothing if it compiles when a session is made, which is tried then.
+    fn compile_graph(&self, graph: &[u8]) -> ort::Result<Option<Vec<u8>>> {
+        library::take_logged();
+        if !self.compiles_ahead() {
+            return self.builder()?.commit_from_memory(graph).map(|_| None);
+        }
         let compiler = ModelCompiler::new(self.builder()?)?.with_model_from_memory(graph)?.with_embed_ep_context()?;
-        Ok(compiler.compile_to_buffer()?.to_vec())
+        Ok(Some(compiler.compile_to_buffer()?.to_vec()))
     }
 }
 
@@ -358,12 +366,7 @@ impl NpuBackend for Ort {
         if self.provider != Provider::Cpu {
             for stage in &stages {
                 let graph = stage.to_onnx(self.form).map_err(refused)?;
-                if self.compiles_ahead() {
-                    blobs.push(self.compile_graph(&graph).map_err(|error| refused(error.to_string()))?);
-                } else {
-                    let session = self.builder().and_then(|mut builder| builder.commit_from_memory(&graph));
-                    session.map_err(|error| refused(error.to_string()))?;
-                }
+                blobs.extend(self.compile_graph(&graph).map_err(|error| refused(what_happened(error)))?);
             }
         }
         // Without a program of its own the runtime unfolds weights to 32 bits.
@@ -390,8 +393,9 @@ impl NpuBackend for Ort {
                             &graph
                         }
                     };
+                    library::take_logged();
                     let session = self.builder().and_then(|mut builder| builder.commit_from_memory(program));
-                    loaded.push((stage, session.map_err(|error| error.to_string())?));
+                    loaded.push((stage, session.map_err(what_happened)?));
                 }
                 bank.push(procedure, loaded).map_err(|error| error.to_string())
             };
@@ -407,6 +411,15 @@ impl NpuBackend for Ort {
         if self.provider == Provider::Cpu && self.threads == 1 {
             cores::pin_from_the_end("ort", instance);
         }
+    }
+}
+
+/// An error and what led to it, as far as the library has logged it.
+#[expect(clippy::needless_pass_by_value, reason = "it goes behind `map_err`")]
+fn what_happened(error: ort::Error) -> String {
+    match library::take_logged() {
+        Some(first) if !error.message().contains(&first) => format!("{error} (it began with: {first})"),
+        _ => error.to_string(),
     }
 }
 
