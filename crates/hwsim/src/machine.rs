@@ -226,8 +226,9 @@ impl Machine {
         let (mut alone, mut hybrid) = (0.0, 0.0);
         for (projection, placement) in run.plan.placed() {
             let (primary, mut placed) = self.operation_ms(projection, placement, tile)?;
-            // What runs beside others costs the primary device its join alone.
-            if placement == Placement::Whole && (projection == Projection::Shared || run.wavefront > 1) {
+            // The shared expert runs beside the routed ones: it costs the primary device its join alone. Others may be waited
+            // for, even with several steps in flight, and a padded tile keeps the engines as long as a full one.
+            if placement == Placement::Whole && projection == Projection::Shared {
                 let cost = self.profile.projection(projection)?;
                 placed.0 -= self.profile.engines.launch_ms + cost.engine_ms * tile as f64 / self.profile.tile as f64;
             }
