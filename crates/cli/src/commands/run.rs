@@ -99,10 +99,12 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         stop_tokens: model.config.eos_token_ids.clone(),
         ..GenerateRequest::new(ids, args.max_tokens as usize, sampling)
     };
+    let options = args.model.runner_options(class);
+    let (runner, wavefront) = model.hybrid_runner(options, &args.hybrid, args.wavefront.steps())?;
     let options = EngineOptions {
         chunk_tokens: 512,
         honour_chunk: false,
-        wavefront: args.wavefront.steps(),
+        wavefront,
         max_running: 1,
         max_queued: 1,
         max_context_tokens: model.config.model.max_position_embeddings,
@@ -111,7 +113,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         cache_bytes: 0,
         snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
-    let engine = Engine::start(model.hybrid_runner(args.model.runner_options(class), &args.hybrid)?, options)?;
+    let engine = Engine::start(runner, options)?;
     memory::report(&engine)?;
     let loaded = start.elapsed();
     let prompt_tokens = request.prompt.len();
