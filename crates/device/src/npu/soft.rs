@@ -93,6 +93,10 @@ impl NpuBackend for Soft {
         Ok(Box::new(SoftBank { procedures, pool: Arc::clone(&self.pools[instance]), level: self.options.level }))
     }
 
+    fn shares_weights(&self) -> bool {
+        true
+    }
+
     /// Instances of one core take the last ones, so that the first stay with the primary device.
     fn enter(&self, instance: usize) {
         let (cores, taken) = (cores::physical(), (instance + 1) * self.options.cores);
