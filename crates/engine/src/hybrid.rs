@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use troika_device::npu::CompileCounts;
 use troika_runtime::plan::Shares;
-use troika_runtime::{DeviceId, FeatureState, Ledger};
+use troika_runtime::{DeviceId, EngineBytes, FeatureState, Ledger};
 
 use crate::runner::Runner;
 
@@ -30,6 +30,25 @@ pub struct HybridStatus {
     pub plan: BTreeMap<&'static str, KindPlan>,
     /// What was done since the start.
     pub kinds: BTreeMap<&'static str, KindCounts>,
+    /// What engines hold in memory.
+    pub bytes: HybridBytes,
+    /// Projections that failed on an engine, and how.
+    pub latched: BTreeMap<String, String>,
+    /// Projections whose banks were given up for want of memory.
+    pub shed: Vec<String>,
+    /// What engines did in the steps of the request that ended last.
+    pub last_request: Option<String>,
+}
+
+/// Bytes that engines hold beside the model's own weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct HybridBytes {
+    /// Weights in the engines' form, which the primary device computes with too.
+    pub weights: u64,
+    /// Loaded programs, as far as they are not those weights.
+    pub banks: u64,
+    /// What tiles are copied to and from.
+    pub surfaces: u64,
 }
 
 /// Procedures that were compiled since the start, and what is kept of them.
@@ -90,8 +109,18 @@ pub struct KindCounts {
     pub logical_rows: u64,
     /// Rows of zeros beside them.
     pub padded_rows: u64,
+    /// Parts of engines of which some rows were compared.
+    pub checks: u64,
+    /// Those that were wrong.
+    pub failed_checks: u64,
+    /// Time that the comparisons took.
+    pub check_ms: f64,
+    /// From the end of the planned projection before it in the step, or the step's start, to the first hand-over, summed.
+    pub input_ready_ms: f64,
     /// From the first hand-over of a projection to its last part, summed.
     pub region_ms: f64,
+    /// What of that the device that worked longest did not work.
+    pub gap_ms: f64,
     /// Time on each device.
     pub device_ms: BTreeMap<String, f64>,
     /// Parts handed to each device.
@@ -140,6 +169,10 @@ impl HybridStatus {
             programs: runner.compile_counts().map(Programs::from),
             plan: plan.collect(),
             kinds: BTreeMap::new(),
+            bytes: HybridBytes::default(),
+            latched: BTreeMap::new(),
+            shed: Vec::new(),
+            last_request: None,
         };
         status.refresh(runner);
         Some(status)
@@ -149,6 +182,18 @@ impl HybridStatus {
     pub(crate) fn refresh(&mut self, runner: &Runner) {
         self.state = runner.feature().to_string();
         self.kinds = self.counts(runner.totals());
+        let executor = runner.executor();
+        let EngineBytes { weights, banks, surfaces } = executor.engine_bytes();
+        self.bytes = HybridBytes { weights, banks, surfaces };
+        self.latched = executor.latched().iter().map(|(key, reason)| (key.to_string(), reason.clone())).collect();
+        self.shed = executor.shed_projections().iter().map(ToString::to_string).collect();
+    }
+
+    /// A request has ended, in whose steps that was done.
+    pub(crate) fn note_request(&mut self, ledger: &Ledger) {
+        if !self.plan.is_empty() {
+            self.last_request = Some(FeatureState::of(&ledger.total_operations()).to_string());
+        }
     }
 
     /// The counts of a ledger, with the names of the devices.
@@ -170,7 +215,12 @@ impl HybridStatus {
                 runtime_failures: ops.runtime_failures,
                 logical_rows: ops.logical_rows,
                 padded_rows: ops.padded_rows,
+                checks: ops.checks,
+                failed_checks: ops.failed_checks,
+                check_ms: ops.check_ns as f64 / 1e6,
+                input_ready_ms: ops.input_ready_ns as f64 / 1e6,
                 region_ms: ops.region_ns as f64 / 1e6,
+                gap_ms: ops.gap_ns as f64 / 1e6,
                 device_ms: entries.iter().map(|(_, device, e)| (name(device), e.busy_ns as f64 / 1e6)).collect(),
                 dispatched: entries.iter().map(|(_, device, e)| (name(device), e.submitted)).collect(),
                 last: ops.last.iter().map(|(device, count)| (name(device), *count)).collect(),

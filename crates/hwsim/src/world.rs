@@ -108,11 +108,22 @@ impl Task {
         }
     }
 
-    /// Urgent ones first, then those of older steps; what others wait for goes first.
-    fn rank(&self) -> (Priority, StepId, bool, u64) {
+    /// As the CPU device picks: urgent ones first, then what engines wait for, then those of older steps; a join, whose
+    /// operation is over, before other work.
+    fn rank(&self) -> (Priority, bool, StepId, u64) {
         match &self.what {
-            What::Work { work, .. } => (work.priority, work.run.id(), true, self.number),
-            What::Join { step, priority, .. } => (*priority, *step, false, self.number),
+            What::Work { work, .. } => (work.priority, !work.feeds, work.run.id(), 1 + self.number),
+            What::Join { step, priority, .. } => (*priority, false, *step, 0),
+        }
+    }
+
+    /// Work of one step is done in order.
+    fn comes_before(&self, other: &Self) -> bool {
+        match (&self.what, &other.what) {
+            (What::Work { work, .. }, What::Work { work: later, .. }) => {
+                work.run.id() == later.run.id() && self.number < other.number
+            }
+            _ => false,
         }
     }
 }
@@ -230,9 +241,11 @@ impl Inner {
             let queue = &mut self.units[device].queue;
             let may_go = |task: &Task| waits_for.is_none_or(|operation| task.operation() == Some(operation));
             // Engines take what comes, in its order.
-            let next = (0..queue.len()).filter(|index| may_go(&queue[*index])).min_by_key(|index| match device {
+            let is_turn = |task: &Task| device != PRIMARY || !queue.iter().any(|other| other.comes_before(task));
+            let candidates = (0..queue.len()).filter(|index| may_go(&queue[*index]) && is_turn(&queue[*index]));
+            let next = candidates.min_by_key(|index| match device {
                 PRIMARY => queue[*index].rank(),
-                _ => (Priority::Decode, StepId(0), true, queue[*index].number),
+                _ => (Priority::Decode, false, StepId(0), queue[*index].number),
             });
             let Some(next) = next else { continue };
             let task = queue.remove(next);
@@ -321,7 +334,7 @@ impl Inner {
     }
 
     fn done(&mut self, prices: &Arc<Prices>, work: Work, elapsed_ns: Vec<u64>, failure: Option<String>) -> bool {
-        let Work { run, nodes, part, priority, done } = work;
+        let Work { run, nodes, part, priority, feeds: _, done } = work;
         let step = run.id();
         // Whoever takes the report wants the step for itself.
         drop(run);

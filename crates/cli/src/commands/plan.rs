@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use troika_base::NumericClass;
 use troika_base::units::human_bytes;
 use troika_engine::{Choice, Placement, Record};

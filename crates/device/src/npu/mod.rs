@@ -130,6 +130,12 @@ pub trait NpuBackend: Send + Sync {
         None
     }
 
+    /// Loaded programs compute with the weights of their procedures, which the primary device holds too: giving one up frees
+    /// nothing.
+    fn shares_weights(&self) -> bool {
+        false
+    }
+
     /// Called on the thread that drives an instance, before anything runs there.
     fn enter(&self, _instance: usize) {}
 }

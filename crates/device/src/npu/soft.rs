@@ -93,6 +93,10 @@ impl NpuBackend for Soft {
         Ok(Box::new(SoftBank { procedures, pool: Arc::clone(&self.pools[instance]), level: self.options.level }))
     }
 
+    fn shares_weights(&self) -> bool {
+        true
+    }
+
     fn enter(&self, instance: usize) {
         if self.options.cores == 1 {
             cores::pin_from_the_end("soft", instance);
