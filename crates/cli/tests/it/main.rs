@@ -9,3 +9,4 @@ mod hybrid;
 mod memory;
 mod serving;
 mod support;
+mod tune;
