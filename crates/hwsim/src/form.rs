@@ -8,7 +8,13 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use troika_graph::{Element, GraphBuilder, Kind, Node, NodeId, Op, Role, Scope, StepGraph, ValueId, WeightRef};
+use troika_graph::op::{Attention, AttentionPattern};
+use troika_graph::{
+    Access, Element, GraphBuilder, Kind, Node, NodeId, Op, Role, Scope, StateEdge, StatePart, StepGraph, ValueId,
+    WeightKey, WeightRef,
+};
+
+use crate::profile::Chain;
 
 /// Operations that engines may take part in, in the spelling of the hybrid spec (4.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, Serialize)]
@@ -94,6 +100,38 @@ impl FromStr for Projection {
             format!("no operation {text}; there are {}", known.join(", "))
         })
     }
+}
+
+/// A step of a model of which times are known and not operations: in each layer inputs, attention with everything else, MLP.
+pub(crate) fn chain(chain: &Chain, rows: usize) -> StepGraph {
+    let mut builder = GraphBuilder::new(rows, 0);
+    let mut stream = builder.value(chain.hidden, Element::F32);
+    let weight = |scope, role, rows, cols| WeightRef { key: WeightKey { scope, role }, rows, cols };
+    let table = weight(Scope::Model, Role::Embed, 1, chain.hidden);
+    let (inputs, outputs, state) = (Vec::new(), vec![stream], Vec::new());
+    let (scope, kind) = (Scope::Model, Kind::Embed);
+    builder.push(Node { op: Op::Embed { table, streams: 1 }, inputs, outputs, scope, kind, state });
+    for layer in 0..chain.layers {
+        let scope = Scope::Layer(layer as u16);
+        let linear = |role, rows| Op::Linear { weights: vec![weight(scope, role, rows, chain.hidden)] };
+        let sink = weight(scope, Role::AttnSink, 1, chain.heads);
+        let (heads, head_dim, window, pattern) = (chain.heads, chain.head_dim, 0, AttentionPattern::Causal);
+        let attend = Op::Attend { attention: Attention { heads, head_dim, window, ratio: 1, sink, pattern } };
+        let nodes = [
+            (linear(Role::WqA, chain.inputs), Kind::WqA, chain.inputs),
+            (attend, Kind::Attention, chain.hidden),
+            (linear(Role::SharedW1, chain.mlp), Kind::SharedExpert, chain.mlp),
+            (Op::ConcatColumns, Kind::SharedExpert, chain.hidden),
+        ];
+        for (op, kind, cols) in nodes {
+            let output = builder.value(cols, Element::F32);
+            let access = [Access::Read, Access::Write].into_iter().filter(|_| kind == Kind::Attention);
+            let state = access.map(|access| StateEdge { scope, part: StatePart::Window, access }).collect();
+            builder.push(Node { op, inputs: vec![stream], outputs: vec![output], scope, kind, state });
+            stream = output;
+        }
+    }
+    builder.build()
 }
 
 /// What a price is called that is no projection's.

@@ -14,10 +14,10 @@ use troika_scheduler::{Geometry, GeometryRequest, Lane, Limits, NewSequence, Par
 
 use crate::SimError;
 use crate::faults::Faults;
-use crate::form::{Projection, regroup};
+use crate::form::{Projection, chain, regroup};
 use crate::plan::{Built, LeftOut, Placement, PlanSpec, Shapes, build, pack_shapes};
 use crate::prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind, SCHEMA};
-use crate::profile::{Checkpoint, Profile};
+use crate::profile::{Chain, Checkpoint, Profile};
 use crate::world::{Usage, World};
 
 /// A machine, a model on it, and the way it is stored.
@@ -25,9 +25,38 @@ pub struct Machine {
     profile: Profile,
     checkpoint: Checkpoint,
     model: String,
-    emitter: Emitter,
+    graph: GraphSource,
     /// Graphs by rows, and by whether shared experts are cut: emission takes longer than a run.
     graphs: Graphs,
+}
+
+/// Where steps come from.
+#[derive(Clone)]
+enum GraphSource {
+    Emitter(Box<Emitter>),
+    Chain(Chain),
+}
+
+impl GraphSource {
+    fn max_tokens(&self) -> usize {
+        match self {
+            Self::Emitter(emitter) => emitter.config().max_position_embeddings,
+            Self::Chain(chain) => chain.max_tokens,
+        }
+    }
+
+    fn step(&self, rows: usize, cut_shared: bool) -> StepGraph {
+        match self {
+            Self::Emitter(emitter) => {
+                let (class, debug_blocks) = (NumericClass::Fast, None);
+                // The published runs select in every step.
+                let signature =
+                    StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks };
+                regroup(&emitter.trunk(&signature), cut_shared)
+            }
+            Self::Chain(own) => chain(own, rows),
+        }
+    }
 }
 
 type Graphs = Arc<Mutex<BTreeMap<(usize, bool), Arc<StepGraph>>>>;
@@ -103,23 +132,24 @@ impl Machine {
     /// If model or checkpoint are unknown to the profile.
     pub fn new(profile: Profile, model: &str, checkpoint: &str) -> Result<Self, SimError> {
         let checkpoint = profile.checkpoint(checkpoint)?.clone();
-        let found = MODELS.iter().find(|(name, _)| *name == model);
-        let unknown =
-            || SimError::UnknownName { what: "model", name: model.to_owned(), known: Self::models().join(", ") };
-        let (_, text) = found.ok_or_else(unknown)?;
         if profile.model != model {
             let (profile, priced) = (profile.name, profile.model);
             return Err(SimError::OtherModel { profile, priced, model: model.to_owned() });
         }
-        let config = ModelConfig::from_json(text)
-            .map_err(|error| SimError::Malformed { origin: model.to_owned(), reason: error.to_string() })?;
-        Ok(Self::with_config(profile, checkpoint, model, config))
-    }
-
-    pub(crate) fn with_config(profile: Profile, checkpoint: Checkpoint, model: &str, config: ModelConfig) -> Self {
-        let facts = ModelFacts::expected(&config);
-        let (model, emitter) = (model.to_owned(), Emitter::new(config, facts));
-        Self { profile, checkpoint, model, emitter, graphs: Graphs::default() }
+        let graph = match (profile.chain, MODELS.iter().find(|(name, _)| *name == model)) {
+            (Some(chain), _) => GraphSource::Chain(chain),
+            (None, Some((_, text))) => {
+                let config = ModelConfig::from_json(text)
+                    .map_err(|error| SimError::Malformed { origin: model.to_owned(), reason: error.to_string() })?;
+                let facts = ModelFacts::expected(&config);
+                GraphSource::Emitter(Box::new(Emitter::new(config, facts)))
+            }
+            (None, None) => {
+                let (name, known) = (model.to_owned(), Self::models().join(", "));
+                return Err(SimError::UnknownName { what: "model", name, known });
+            }
+        };
+        Ok(Self { profile, checkpoint, model: model.to_owned(), graph, graphs: Graphs::default() })
     }
 
     /// Names of the models that can be simulated.
@@ -157,7 +187,7 @@ impl Machine {
 
     fn with_profile(&self, profile: Profile) -> Self {
         let (checkpoint, model) = (self.checkpoint.clone(), self.model.clone());
-        Self { profile, checkpoint, model, emitter: self.emitter.clone(), graphs: Arc::clone(&self.graphs) }
+        Self { profile, checkpoint, model, graph: self.graph.clone(), graphs: Arc::clone(&self.graphs) }
     }
 
     pub fn model(&self) -> &str {
@@ -226,8 +256,9 @@ impl Machine {
         let (mut alone, mut hybrid) = (0.0, 0.0);
         for (projection, placement) in run.plan.placed() {
             let (primary, mut placed) = self.operation_ms(projection, placement, tile)?;
-            // What runs beside others costs the primary device its join alone.
-            if placement == Placement::Whole && (projection == Projection::Shared || run.wavefront > 1) {
+            // The shared expert runs beside the routed ones: it costs the primary device its join alone. Others may be waited
+            // for, even with several steps in flight, and a padded tile keeps the engines as long as a full one.
+            if placement == Placement::Whole && projection == Projection::Shared {
                 let cost = self.profile.projection(projection)?;
                 placed.0 -= self.profile.engines.launch_ms + cost.engine_ms * tile as f64 / self.profile.tile as f64;
             }
@@ -296,8 +327,8 @@ impl Machine {
 
     fn check(&self, run: &Run) -> Result<(), SimError> {
         let refuse = |reason: String| Err(SimError::Run(reason));
-        if run.prompt_tokens < 2 || run.prompt_tokens > self.emitter.config().max_position_embeddings {
-            let most = self.emitter.config().max_position_embeddings;
+        if run.prompt_tokens < 2 || run.prompt_tokens > self.graph.max_tokens() {
+            let most = self.graph.max_tokens();
             return refuse(format!("a prompt has 2 to {most} tokens, not {}", run.prompt_tokens));
         }
         if run.step == 0 || run.block == 0 {
@@ -337,13 +368,7 @@ impl Machine {
 
     fn graph(&self, rows: usize, cut_shared: bool) -> Arc<StepGraph> {
         let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
-        let emit = || {
-            let (class, debug_blocks) = (NumericClass::Fast, None);
-            // The published runs select in every step.
-            let signature =
-                StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks };
-            Arc::new(regroup(&self.emitter.trunk(&signature), cut_shared))
-        };
+        let emit = || Arc::new(self.graph.step(rows, cut_shared));
         Arc::clone(graphs.entry((rows, cut_shared)).or_insert_with(emit))
     }
 }

@@ -53,21 +53,29 @@ pub struct PlanSpec {
 
 impl PlanSpec {
     /// Names of [`Self::named`].
-    pub const NAMES: [&'static str; 2] = ["default", "published-2026-08"];
+    pub const NAMES: [&'static str; 4] = ["default", "published-2026-08", "published-27b", "off"];
 
     /// Everything on the primary device.
     pub fn primary(tile: usize) -> Self {
         Self { tile, tail_threshold: None, blocking: false, place: BTreeMap::new() }
     }
 
-    /// A plan of section 4.5 of the hybrid spec: `default`, or `published-2026-08`, which splits `wo_a` too.
+    /// A plan of section 4.5 of the hybrid spec: `default`, or `published-2026-08`, which splits `wo_a` too; `off` has nothing
+    /// placed. `published-27b` is the plan of section 12.4.
     ///
     /// # Errors
     ///
     /// If there is none of that name.
     pub fn named(name: &str) -> Result<Self, SimError> {
         let split = |engines| Placement::Split { engines, cpu: 0.0 };
+        if name == "published-27b" {
+            let place = [(Projection::Mlp, split(0.47)), (Projection::AttentionInput, split(0.375))].into();
+            return Ok(Self { tile: 2048, tail_threshold: None, blocking: true, place });
+        }
         let mut plan = Self::primary(4096);
+        if name == "off" {
+            return Ok(plan);
+        }
         plan.place.extend([
             (Projection::Query, split(0.5)),
             (Projection::Mlp, split(0.5)),

@@ -62,7 +62,7 @@ impl Prices {
     /// If the profile lacks an operation.
     pub(crate) fn of(graph: &StepGraph, profile: &Profile, checkpoint: &Checkpoint) -> Result<Self, SimError> {
         // Times are averages over the layers: of a kind, all nodes together cost so many times what the profile says.
-        let layers = graph.nodes().iter().filter_map(|node| layer_of(node)).max().map_or(1, |last| last + 1) as f64;
+        let layers = graph.nodes().iter().filter_map(layer_of).max().map_or(1, |last| last + 1) as f64;
         let mut weights: BTreeMap<&'static str, f64> = BTreeMap::new();
         for node in graph.nodes() {
             *weights.entry(name_of(node)).or_default() += weight_of(graph, node);

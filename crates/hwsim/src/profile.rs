@@ -10,7 +10,10 @@ use crate::SimError;
 use crate::form::Projection;
 
 /// The profiles that come along, by name.
-const EMBEDDED: [(&str, &str); 1] = [("m3-ultra-512", include_str!("../../../profiles/m3-ultra-512.toml"))];
+const EMBEDDED: [(&str, &str); 2] = [
+    ("m3-ultra-512", include_str!("../../../profiles/m3-ultra-512.toml")),
+    ("m3-ultra-27b", include_str!("../../../profiles/m3-ultra-27b.toml")),
+];
 
 /// A machine.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -21,6 +24,8 @@ pub struct Profile {
     pub title: String,
     /// The model whose operations are priced.
     pub model: String,
+    /// Of a model that Troika does not run: what its layers are made of.
+    pub chain: Option<Chain>,
     /// Rows of a tile that all times are for.
     pub tile: usize,
     pub primary: Primary,
@@ -34,6 +39,24 @@ pub struct Profile {
     pub operations: Vec<OperationCost>,
     #[serde(rename = "checkpoint")]
     pub checkpoints: Vec<Checkpoint>,
+}
+
+/// A model that Troika has no graph of: what is known is the time of two operations in each layer, and of everything else.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Chain {
+    pub layers: usize,
+    /// Input channels of both.
+    pub hidden: usize,
+    /// Output channels of `attention_input`.
+    pub inputs: usize,
+    /// Output channels of `mlp`: gate and up; down belongs to the same operation.
+    pub mlp: usize,
+    /// Of the attention that grows with the context, on average over the layers.
+    pub heads: usize,
+    pub head_dim: usize,
+    /// Of the longest prompt.
+    pub max_tokens: usize,
 }
 
 /// The device that runs everything nobody else does.
@@ -197,10 +220,19 @@ impl Profile {
             ("engines.tile_multiple", self.engines.tile_multiple),
             ("engines.channel_alignment", self.engines.channel_alignment),
             ("engines.input_alignment", self.engines.input_alignment),
+            ("chain.layers", self.chain.map_or(1, |chain| chain.layers)),
+            ("chain.hidden", self.chain.map_or(1, |chain| chain.hidden)),
+            ("chain.inputs", self.chain.map_or(1, |chain| chain.inputs)),
+            ("chain.heads", self.chain.map_or(1, |chain| chain.heads)),
+            ("chain.head_dim", self.chain.map_or(1, |chain| chain.head_dim)),
+            ("chain.mlp", self.chain.map_or(1, |chain| chain.mlp)),
             ("cpu.channel_alignment", self.cpu.as_ref().map_or(1, |cpu| cpu.channel_alignment)),
         ];
         if let Some((key, _)) = whole.iter().find(|(_, value)| *value == 0) {
             return Err(format!("{key} = 0: it must be at least 1"));
+        }
+        if let Some(chain) = self.chain.filter(|chain| chain.layers > MAX_LAYERS) {
+            return Err(format!("chain.layers = {}: at most {MAX_LAYERS}", chain.layers));
         }
         if self.engines.instances > MAX_INSTANCES {
             return Err(format!("engines.instances = {}: at most {MAX_INSTANCES}", self.engines.instances));
@@ -295,6 +327,7 @@ impl Profile {
 
 /// More than any machine has; keeps numbers of devices small.
 const MAX_INSTANCES: usize = 64;
+const MAX_LAYERS: usize = 1000;
 
 #[cfg(test)]
 mod tests {
@@ -309,7 +342,7 @@ mod tests {
             ("ms = 56.0", "ms = nan", "ms of experts = NaN"),
             ("name = \"wo_b\"", "name = \"wo_a\"", "wo_a is there twice"),
             ("tflops = 19.5", "tflops = 0.0", "tflops of attend"),
-            ("experts = 3.75", "experty = 3.75", "extra_ms for experty"),
+            ("experts = 0.35", "experty = 0.35", "extra_ms for experty"),
             ("handover_ms = 0.22", "handover_s = 0.22", "unknown field `handover_s`"),
         ];
         for (from, to, want) in cases {

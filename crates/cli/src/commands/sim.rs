@@ -35,7 +35,8 @@ pub(crate) struct Args {
     /// Without it, all three, compared.
     #[arg(long, value_enum)]
     arm: Option<ArmArg>,
-    /// What engines do: `default`, `published-2026-08` (with wo_a, and the primary device waiting for engines) or a TOML file.
+    /// What engines do: `default`, `published-2026-08` (with wo_a, and the primary device waiting for engines), `published-27b`,
+    /// `off` (nothing but what --place says) or a TOML file.
     #[arg(long, default_value = "default", value_name = "NAME|FILE")]
     plan: String,
     /// Where operations are done instead: `off`, `whole`, `split:ENGINES` or `split:ENGINES+CPU`, fractions of the output

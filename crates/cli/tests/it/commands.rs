@@ -9,8 +9,8 @@ use troika_testkit::{assert_close, oracle_dir};
 
 use crate::support::{Ran, Scratch, command, text, troika};
 
-const COMMANDS: [&str; 11] =
-    ["run", "serve", "bench", "eval", "logits", "inspect", "explain", "devices", "plan", "synth", "cache"];
+const COMMANDS: [&str; 12] =
+    ["run", "serve", "bench", "eval", "logits", "inspect", "explain", "devices", "plan", "sim", "synth", "cache"];
 
 #[test]
 fn help_teaches_every_command() {

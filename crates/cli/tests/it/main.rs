@@ -8,5 +8,6 @@ mod hybrid;
 #[cfg(target_os = "linux")]
 mod memory;
 mod serving;
+mod simulation;
 mod support;
 mod tune;

@@ -1,3 +1,5 @@
 //! The simulator against what was published, and against itself.
 
+mod faults;
 mod published;
+mod schedule;

@@ -1,0 +1,59 @@
+//! `troika sim` as scripts and people use it.
+
+use crate::support::{Scratch, troika};
+
+/// The command of the acceptance test: a record whose first word is that nobody measured it.
+#[test]
+fn a_script_gets_a_prediction() {
+    let sim = |arm: &str| {
+        let prompt = ["--prompt", "16385", "--plan", "published-2026-08", "--json", "-"];
+        let args = [&["sim", "--profile", "m3-ultra-512", "--model", "v4-flash-0731", "--arm", arm][..], &prompt];
+        troika(&args.concat()).ok().json()
+    };
+    for (arm, want) in [("stock", 615.2), ("matched", 628.8), ("hybrid", 629.5)] {
+        let record = sim(arm);
+        assert_eq!((&record["kind"], &record["arm"]), (&"prediction".into(), &arm.into()));
+        let rate = record["prefill_tps"].as_f64().expect("a number");
+        assert!((rate / want - 1.0).abs() < 0.01, "{arm}: {rate}");
+    }
+}
+
+#[test]
+fn a_person_reads_that_it_is_a_prediction() {
+    let args = ["sim", "--prompt", "8193", "--plan", "off", "--place", "shared=whole,query=split:0.5+0.125"];
+    let table = troika(&args).ok().stdout;
+    assert!(table.starts_with("PREDICTION by simulation, nothing was measured."), "{table}");
+    assert!(table.contains("172 / 172  engaged") && table.contains("predicted gain of the engines"), "{table}");
+    let details = troika(&[&args[..], &["--arm", "hybrid", "--fault", "load-error=-7"]].concat()).ok().stdout;
+    assert!(details.contains("0 dispatched, 0 planned: unavailable(load: code -7)"), "{details}");
+}
+
+#[test]
+fn a_sweep_is_drawn() {
+    let scratch = Scratch::new();
+    let plot = scratch.arg("plot.svg");
+    let vary = ["--what-if", "wavefront=1,2", "--what-if", "engine-rate=1,2", "--plot", &plot];
+    let args = ["sim", "--prompt", "8193", "--plan", "off", "--place", "shared=whole,query=whole"];
+    let table = troika(&[&args[..], &vary].concat()).ok().stdout;
+    assert!(table.starts_with("PREDICTIONS") && table.lines().count() == 8, "{table}");
+    let svg = std::fs::read_to_string(&plot).expect("written");
+    assert!(svg.contains("PREDICTED") && svg.contains("engine-rate 2"));
+}
+
+#[test]
+fn nonsense_is_refused_by_name() {
+    let scratch = Scratch::new();
+    troika(&["sim", "--profile", "m4"]).fails(1, &["no profile m4", "m3-ultra-512"]);
+    troika(&["sim", "--model", "v5"]).fails(1, &["no model v5", "v4-flash-0731"]);
+    troika(&["sim", "--checkpoint", "q4"]).fails(1, &["no checkpoint q4", "fp8"]);
+    troika(&["sim", "--plan", "best"]).fails(1, &["no plan best", "published-2026-08"]);
+    troika(&["sim", "--place", "wq=whole"]).fails(2, &["no operation wq", "query"]);
+    troika(&["sim", "--place", "shared=whole"]).fails(1, &["either whole (shared) or in two parts"]);
+    troika(&["sim", "--prompt", "1"]).fails(1, &["a prompt has 2 to"]);
+    troika(&["sim", "--fault", "gremlins"]).fails(1, &["--fault gremlins: no such fault"]);
+    troika(&["sim", "--what-if", "speed=1"]).fails(2, &["speed cannot be varied"]);
+    let plan = scratch.write("plan.toml", b"tile = 4096\n[place]\nquery = \"half\"\n");
+    troika(&["sim", "--plan", &plan]).fails(1, &["plan.toml", "half is not off, whole"]);
+    let profile = scratch.write("machine.toml", b"name = 1\n");
+    troika(&["sim", "--profile", &profile]).fails(1, &["machine.toml"]);
+}
