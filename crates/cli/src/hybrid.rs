@@ -10,7 +10,7 @@ use clap::{Args, ValueEnum};
 use troika_base::NumericClass;
 use troika_device::npu::NpuBackend;
 use troika_device::npu::soft::{Soft, SoftOptions};
-use troika_engine::{Choice, CostTable, FeatureState, HybridOptions, HybridStatus, Placement, choose};
+use troika_engine::{Choice, CostTable, FeatureState, HybridOptions, HybridStatus, Placement};
 use troika_graph::Kind;
 
 /// Which engines take part in prefill, and how.
@@ -49,20 +49,16 @@ pub(crate) struct HybridArgs {
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct WavefrontArgs {
     /// Prompt chunks in flight at once, of one prompt or of several: while engines compute projections of one, the CPU goes on
-    /// with another. Results are the same; each chunk takes memory for its values.
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=3))]
-    wavefront: u8,
+    /// with another. Results are the same; each chunk takes memory for its values. Without it, as many as measurements say
+    /// are worth it, and 1 if nothing was measured.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=3))]
+    wavefront: Option<u8>,
 }
 
 impl WavefrontArgs {
-    /// So many steps of prompts, from 1 to 3.
-    pub(crate) fn of(steps: usize) -> Self {
-        Self { wavefront: steps.clamp(1, 3) as u8 }
-    }
-
-    /// Steps of prompts that may be in flight.
-    pub(crate) fn steps(self) -> usize {
-        self.wavefront.into()
+    /// Steps of prompts that may be in flight, if that was said.
+    pub(crate) fn steps(self) -> Option<usize> {
+        self.wavefront.map(usize::from)
     }
 }
 
@@ -234,12 +230,14 @@ impl HybridArgs {
     }
 
     /// Completes the wish by what was measured, and returns what is expected of it; `None` if all was said. `measure` is
-    /// asked for the costs, given the folder where they are kept and whether to measure afresh.
+    /// asked for the costs, given the folder where they are kept and whether to measure afresh; `choose` makes of them what
+    /// is best, given what was said.
     pub(crate) fn complete(
         &self,
         wish: &mut Wish,
         class: NumericClass,
         measure: impl FnOnce(Option<&Path>, bool) -> Result<CostTable>,
+        choose: impl FnOnce(&CostTable, &BTreeMap<Kind, Placement>) -> Choice,
     ) -> Result<Option<Choice>> {
         if !self.measures(wish, class) {
             return Ok(None);
@@ -265,6 +263,9 @@ impl HybridArgs {
     pub(crate) fn decline(&self, choice: &Choice, threads: usize) -> Option<String> {
         (self.hybrid == Hybrid::Auto && !choice.pays()).then(|| {
             let (hybrid, alone) = (choice.hybrid_ms, choice.alone_ms);
+            if choice.placements().is_empty() {
+                return format!("auto: no projection is predicted to be worth it, a tile takes {alone:.1} ms; --hybrid on insists");
+            }
             let threads = if threads == 1 { "its thread".to_owned() } else { format!("all {threads} threads") };
             format!(
                 "auto: a tile would take {hybrid:.1} ms with engines and takes {alone:.1} ms on the CPU with {threads}; \

@@ -12,7 +12,8 @@ use troika_base::NumericClass;
 use troika_device::cpu::{CpuLevel, CpuOptions};
 use troika_device::map_file;
 use troika_engine::{
-    Calibration, Choice, CostTable, Engines, Record, Runner, RunnerOptions, Stage, calibrate_engines, plan_engines,
+    Calibration, Choice, CostTable, Engines, Record, Runner, RunnerOptions, Stage, calibrate_engines, choose_engines,
+    plan_engines,
 };
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
@@ -143,19 +144,25 @@ impl OpenModel {
         Ok(runner)
     }
 
-    /// As [`Self::runner`], with the neural engines that the command line names.
-    pub(crate) fn hybrid_runner(&self, mut options: RunnerOptions, hybrid: &HybridArgs) -> Result<Runner> {
-        let Some(mut wish) = hybrid.wish()? else { return self.runner(options) };
+    /// As [`Self::runner`], with the neural engines that the command line names; and how many chunks of prompts are best in
+    /// flight, unless `wavefront` says that.
+    pub(crate) fn hybrid_runner(
+        &self,
+        mut options: RunnerOptions,
+        hybrid: &HybridArgs,
+        wavefront: Option<usize>,
+    ) -> Result<(Runner, usize)> {
+        let said = wavefront.unwrap_or(1);
+        let Some(mut wish) = hybrid.wish()? else { return Ok((self.runner(options)?, said)) };
         let alone = options;
         options.cpu = beside(options.cpu, &wish);
-        if let Some(choice) = self.expect_of_engines(hybrid, &mut wish, &alone)?
-            && let Some(reason) = hybrid.decline(&choice, threads_of(alone.cpu))
-        {
+        let choice = self.expect_of_engines(hybrid, &mut wish, &alone, wavefront)?;
+        if let Some(reason) = choice.as_ref().and_then(|choice| hybrid.decline(choice, threads_of(alone.cpu))) {
             tracing::info!(reason, "engines take no part");
             let mut runner = self.runner(alone)?;
             runner.set_unavailable(reason);
             hybrid.check_available(&runner.feature())?;
-            return Ok(runner);
+            return Ok((runner, said));
         }
         let spinner = progress::spinner(format!("loading {}", self.name));
         let mut show = |stage: Stage, done: usize, total: usize| {
@@ -166,7 +173,7 @@ impl OpenModel {
         let runner = Runner::with_engines(config, facts, &self.weights, options, Some(engines))?;
         spinner.finish_and_clear();
         hybrid.check_available(&runner.feature())?;
-        Ok(runner)
+        Ok((runner, choice.map_or(said, |choice| choice.wavefront)))
     }
 
     /// Completes a wish by what was measured now or at an earlier start. `alone` is the CPU without engines.
@@ -175,12 +182,16 @@ impl OpenModel {
         hybrid: &HybridArgs,
         wish: &mut Wish,
         alone: &RunnerOptions,
+        wavefront: Option<usize>,
     ) -> Result<Option<Choice>> {
         let backend = Arc::clone(&wish.backend);
         let tile = wish.options.tile;
         let (cpu, cpu_alone) = (beside(alone.cpu, wish), alone.cpu);
-        hybrid.complete(wish, alone.class, |dir, afresh| {
+        let measure = |dir: Option<&Path>, afresh: bool| {
             self.measure_engines(&Calibration { backend: &backend, tile, cpu, cpu_alone }, dir, afresh)
+        };
+        hybrid.complete(wish, alone.class, measure, |table, said| {
+            choose_engines(&self.config.model, &self.facts, table, said, wavefront)
         })
     }
 
@@ -202,8 +213,7 @@ impl OpenModel {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         };
-        let (config, facts) = (self.config.model.clone(), self.facts.clone());
-        let table = calibrate_engines(config, facts, &self.weights, calibration, &mut show)
+        let table = calibrate_engines(&self.config.model, &self.facts, &self.weights, calibration, &mut show)
             .context("cannot measure the engines; --hybrid off does without them")?;
         bar.finish_and_clear();
         let Some(file) = file else { return Ok(table) };

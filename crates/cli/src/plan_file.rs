@@ -12,7 +12,7 @@ use troika_engine::{Calibration, CostTable};
 use crate::report::write_whole;
 
 /// Raised whenever the file or what is measured changes.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// What the measurement depends on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -149,9 +149,9 @@ mod tests {
             threads: 1,
             threads_alone: 2,
             speedup_alone: 1.9,
-            others_ms: 0.1,
-            routed_ms: 1.0 / 3.0,
+            ms_per_gflop: 1.0 / 3.0,
             operations: Vec::new(),
+            running: None,
         };
         file.write(&costs);
         assert_eq!(file.read(), Some(costs));

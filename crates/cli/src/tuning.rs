@@ -33,8 +33,8 @@ impl TuningArgs {
         model: &OpenModel,
         options: &RunnerOptions,
         hybrid: &HybridArgs,
-        wavefront: usize,
-    ) -> Result<(HybridArgs, usize)> {
+        wavefront: Option<usize>,
+    ) -> Result<(HybridArgs, Option<usize>)> {
         let Some(path) = &self.tuning else { return Ok((hybrid.clone(), wavefront)) };
         let tuned = read(path)?;
         ensure!(
@@ -62,11 +62,11 @@ impl TuningArgs {
             Some(settings) => {
                 let path = path.display();
                 tracing::info!(%path, gain = tuned.outcome.why, "engines take part as they were tuned");
-                Ok((found.required_as(hybrid), settings.wavefront))
+                Ok((found.required_as(hybrid), Some(settings.wavefront)))
             }
             None => {
                 tracing::info!(path = %path.display(), reason = tuned.outcome.why, "tuned: engines take no part");
-                Ok((found.without_engines(), 1))
+                Ok((found.without_engines(), Some(1)))
             }
         }
     }

@@ -70,6 +70,8 @@ pub struct Work {
     pub part: Option<Part>,
     /// How soon.
     pub priority: Priority,
+    /// Another device will soon have work by it: among the prefill work of several steps it goes first.
+    pub feeds: bool,
     /// Where to report.
     pub done: Sender<Report>,
 }

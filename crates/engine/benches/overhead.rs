@@ -102,7 +102,7 @@ impl Bench {
         let run = Arc::new(StepRun::new(StepId(0), Arc::clone(graph), rows, states, pool));
         let nodes = (0..graph.nodes().len() as u32).map(NodeId).collect();
         let (done, reports) = channel();
-        let work = Work { run: Arc::clone(&run), nodes, part: None, priority: Priority::Decode, done };
+        let work = Work { run: Arc::clone(&run), nodes, part: None, priority: Priority::Decode, feeds: false, done };
         self.device.submit(work).expect("it takes work");
         assert!(self.device.drive(&mut |_| false), "there is work");
         assert_eq!(reports.recv().expect("it reports").failure, None);

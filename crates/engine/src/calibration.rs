@@ -1,17 +1,20 @@
-//! Measuring what projections cost before a model is loaded: with the weights of one projection of each kind and shape.
+//! Measuring what projections cost before a model is loaded: with the weights of one projection of each kind and shape, then
+//! in the running model, its first layers, by switching the engines on and off.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Instant;
 
-use troika_base::{NumericClass, StoredTensor};
+use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::Device;
 use troika_device::cpu::{CpuDevice, CpuOptions};
 use troika_device::npu::NpuBackend;
-use troika_graph::{WeightKey, WeightSource};
+use troika_graph::{Acceptance, Kind, Role, Scope, WeightKey, WeightSource};
 use troika_model::{Emitter, ModelConfig, ModelFacts};
-use troika_runtime::cost::{Bench, CalibrationError, CostTable, calibrate, representatives};
+use troika_runtime::cost::{Bench, CalibrationError, CostTable, Running, Seen, calibrate, representatives};
+use troika_runtime::{Choice, HybridOptions, Placement, Priority, choose};
 
-use crate::runner::tile_graph;
+use crate::runner::{Chunk, Engines, Runner, RunnerError, RunnerOptions, WantLogits, tile_graph};
 
 /// Some weights of a source.
 struct Only<'a> {
@@ -41,21 +44,21 @@ pub struct Calibration<'a> {
     pub cpu_alone: CpuOptions,
 }
 
-/// Measures every kind and shape of projection in class `fast`, the one that engines go with. `progress` hears how many of
-/// how many are done.
+/// Measures every kind and shape of projection in class `fast`, the one that engines go with, and then the running model.
+/// `progress` hears how many of how many are done.
 ///
 /// # Errors
 ///
 /// If a device cannot be started, or cannot do what it is to be measured with.
 pub fn calibrate_engines(
-    config: ModelConfig,
-    facts: ModelFacts,
+    config: &ModelConfig,
+    facts: &ModelFacts,
     weights: &dyn WeightSource,
     calibration: &Calibration<'_>,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<CostTable, CalibrationError> {
     let Calibration { backend, tile, cpu, cpu_alone } = calibration;
-    let graph = tile_graph(&Emitter::new(config, facts), NumericClass::Fast, *tile);
+    let graph = tile_graph(&Emitter::new(config.clone(), facts.clone()), NumericClass::Fast, *tile);
     let measured = representatives(&graph, weights, &***backend);
     let keys = measured.iter().flat_map(|(projection, _)| projection.weights.iter().map(|weight| weight.key)).collect();
     let primary = CpuDevice::start(*cpu, NumericClass::Fast)?;
@@ -63,5 +66,118 @@ pub fn calibrate_engines(
     let alone = CpuDevice::start(*cpu_alone, NumericClass::Fast)?;
     alone.load(&Only { source: weights, keys: BTreeSet::new() })?;
     let pack = |tensor: &StoredTensor| primary.pack_channels(tensor);
-    calibrate(&graph, weights, &Bench { primary: &primary, alone: &alone, backend, pack: &pack }, progress)
+    let mut table =
+        calibrate(&graph, weights, &Bench { primary: &primary, alone: &alone, backend, pack: &pack }, progress)?;
+    drop((primary, alone));
+    table.running = Some(run_model(config, facts, weights, calibration, &table)?);
+    Ok(table)
+}
+
+/// What is best to be done with engines by what was measured. `said` are placements that the user insists on, and `wavefront`
+/// the chunks in flight.
+pub fn choose_engines(
+    config: &ModelConfig,
+    facts: &ModelFacts,
+    table: &CostTable,
+    said: &BTreeMap<Kind, Placement>,
+    wavefront: Option<usize>,
+) -> Choice {
+    let graph = tile_graph(&Emitter::new(config.clone(), facts.clone()), NumericClass::Fast, table.tile);
+    choose(table, &Arc::new(graph), said, wavefront)
+}
+
+/// Tiles of a prompt in the running model: enough for chunks to meet.
+const TILES: usize = 3;
+/// Prompts with engines off and on, in turn. The faster of each counts: what disturbs only ever slows.
+const ROUNDS: usize = 2;
+
+/// Runs the first layers, of each kind one at least, with the engines off and on.
+fn run_model(
+    config: &ModelConfig,
+    facts: &ModelFacts,
+    weights: &dyn WeightSource,
+    calibration: &Calibration<'_>,
+    table: &CostTable,
+) -> Result<Running, CalibrationError> {
+    let (config, facts) = first_layers(config, facts);
+    let class = NumericClass::Fast;
+    let graph = Arc::new(tile_graph(&Emitter::new(config.clone(), facts.clone()), class, table.tile));
+    let choice = choose(table, &graph, &BTreeMap::new(), None);
+    let placements = choice.placements();
+    let is_run = |key: &WeightKey| match key.scope {
+        Scope::Layer(layer) => usize::from(layer) < config.num_hidden_layers,
+        Scope::Model => key.role == Role::Embed,
+        Scope::Stage(_) => false,
+    };
+    let keys = weights.keys().into_iter().filter(is_run).collect();
+    let options = HybridOptions { tile: table.tile, tail_threshold: 0, placements, memory_bytes: u64::MAX };
+    let engines = Engines { backend: Arc::clone(calibration.backend), options, progress: &mut |_, _, _| () };
+    let runner_options = RunnerOptions { cpu: calibration.cpu, ..RunnerOptions::new(class) };
+    let source = Only { source: weights, keys };
+    let failed = |error: RunnerError| CalibrationError::Step { reason: error.to_string() };
+    let mut runner = Runner::with_engines(config, facts, &source, runner_options, Some(engines)).map_err(failed)?;
+    runner.keep_spans(true);
+    let mut pass = |priority, tiles, depth| prompt(&mut runner, table.tile, priority, tiles, depth);
+    let off = Priority::Decode;
+    pass(off, 1, 1).map_err(failed)?;
+    pass(Priority::Prefill, 1, 1).map_err(failed)?;
+    let mut best: [Option<Seen>; 2] = [None, None];
+    for _ in 0..ROUNDS {
+        let seen =
+            [pass(off, 1, 1).map_err(failed)?, pass(Priority::Prefill, TILES, choice.wavefront).map_err(failed)?];
+        for (best, seen) in best.iter_mut().zip(seen) {
+            if best.as_ref().is_none_or(|best| seen.tile_ms < best.tile_ms) {
+                *best = Some(seen);
+            }
+        }
+    }
+    let [Some(off), Some(on)] = best else { unreachable!("there are rounds") };
+    Ok(Running::of(&graph, table, &choice, &off, &on, TILES))
+}
+
+/// The same model with as many layers as it takes to have each kind of layer once.
+fn first_layers(config: &ModelConfig, facts: &ModelFacts) -> (ModelConfig, ModelFacts) {
+    let kinds =
+        |layers: usize| (0..layers).map(|layer| format!("{:?}", config.layer_kind(layer))).collect::<BTreeSet<_>>();
+    let all = kinds(config.num_hidden_layers);
+    let layers =
+        (1..=config.num_hidden_layers).find(|layers| kinds(*layers) == all).unwrap_or(config.num_hidden_layers);
+    let hash_layers = facts.hash_layers[..layers].to_vec();
+    (ModelConfig { num_hidden_layers: layers, ..config.clone() }, ModelFacts { hash_layers, num_stages: 0 })
+}
+
+/// Computes a prompt of `tiles` tiles and says what devices took. Steps of `Priority::Decode` leave engines off.
+fn prompt(
+    runner: &mut Runner,
+    tile: usize,
+    priority: Priority,
+    tiles: usize,
+    depth: usize,
+) -> Result<Seen, RunnerError> {
+    let vocab_size = runner.config().vocab_size;
+    let tokens: Vec<u32> = (0..tile * tiles).map(|i| (i * 7919 % vocab_size) as u32).collect();
+    let sequence: SequenceId = runner.new_sequence();
+    let (mut seen, start) = (Seen::default(), Instant::now());
+    let (mut chunks, mut in_flight) = (tokens.chunks(tile), 0);
+    loop {
+        while in_flight < depth
+            && let Some(tokens) = chunks.next()
+        {
+            let chunk = Chunk { sequence, tokens, logits: WantLogits::No, acceptance: Acceptance::Whole };
+            runner.submit(&[chunk], priority)?;
+            in_flight += 1;
+        }
+        if in_flight == 0 {
+            break;
+        }
+        let (_, forward) = runner.next_done()?;
+        in_flight -= 1;
+        for span in &forward.spans {
+            seen.add(forward.graph().node(span.node), span.device, (span.end_ns - span.start_ns) as f64 / 1e6);
+        }
+        runner.recycle(forward);
+    }
+    seen.tile_ms = start.elapsed().as_secs_f64() * 1e3 / tiles as f64;
+    runner.drop_sequence(sequence);
+    Ok(seen)
 }

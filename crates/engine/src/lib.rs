@@ -14,7 +14,7 @@ mod memory;
 mod runner;
 mod sampler;
 
-pub use calibration::{Calibration, calibrate_engines};
+pub use calibration::{Calibration, calibrate_engines, choose_engines};
 pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
@@ -28,5 +28,5 @@ pub use troika_runtime::cost::OperationCost;
 pub use troika_runtime::prepare::{Record, Stage};
 pub use troika_runtime::{
     CalibrationError, Choice, CostTable, DeviceId, FeatureState, HybridOptions, KindChoice, Ledger, Operations,
-    Placement, Priority, choose,
+    Placement, Priority,
 };

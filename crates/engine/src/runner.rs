@@ -151,6 +151,11 @@ impl Forward {
         self.run.read_f32(value)[first * self.vocab_size..][..rows * self.vocab_size].to_vec()
     }
 
+    /// What was computed; spans name its nodes.
+    pub(crate) fn graph(&self) -> &StepGraph {
+        self.run.graph()
+    }
+
     /// A kept value, `[rows, cols]`; see [`RunnerOptions::debug`].
     pub fn tap(&self, scope: Scope, name: &'static str) -> Option<Vec<f32>> {
         Some(self.run.copy_f32(self.run.graph().tap(scope, name)?))

@@ -57,7 +57,13 @@ pub fn costs(graph: &StepGraph, segments: &[Segment], weight_bytes: &dyn Fn(&Wei
     costs
 }
 
-fn node_cost(graph: &StepGraph, node: &Node, segments: &[Segment], weight_bytes: &dyn Fn(&WeightRef) -> u64) -> Cost {
+/// Costs of one node of `graph`; see [`costs`].
+pub fn node_cost(
+    graph: &StepGraph,
+    node: &Node,
+    segments: &[Segment],
+    weight_bytes: &dyn Fn(&WeightRef) -> u64,
+) -> Cost {
     let rows = graph.num_rows() as f64;
     let product = |weight: &WeightRef, rows: f64| 2.0 * rows * weight.rows as f64 * weight.cols as f64;
     let stored = |weights: &[WeightRef]| weights.iter().map(|w| weight_bytes(w) as f64).sum::<f64>();

@@ -18,7 +18,7 @@ impl Arithmetic {
     pub(crate) fn compute(&self, work: &Work, node: NodeId, corrupt: Option<u64>) -> Option<String> {
         let (done, reports) = channel();
         let (run, part, priority) = (Arc::clone(&work.run), work.part.clone(), work.priority);
-        if let Err(error) = self.0.submit(Work { run, nodes: vec![node], part, priority, done }) {
+        if let Err(error) = self.0.submit(Work { run, nodes: vec![node], part, priority, feeds: false, done }) {
             return Some(error.to_string());
         }
         while self.0.drive(&mut |_| false) {}

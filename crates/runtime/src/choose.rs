@@ -1,32 +1,43 @@
-//! Who does what of each kind of projection, chosen from the [`CostTable`] (section 9.3 and 9.4 of the hybrid spec): primary
-//! device, engine, or both in balance; and what is to be expected of it. The same table always gives the same choice.
+//! Who does what of each kind of projection, and how many chunks are in flight, chosen from the [`CostTable`] (section 9 of the
+//! hybrid spec): candidates are played through by [`crate::estimate`], and the one that makes prompts shortest is taken.
+//! The same table always gives the same choice.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::sync::Arc;
 
 use serde::Serialize;
-use troika_graph::Kind;
+use troika_graph::{Kind, Node, StepGraph};
 
 use crate::cost::{CostTable, OperationCost, line};
+use crate::estimate::{Estimate, NodeCost, estimate};
 use crate::prepare::Placement;
 
-/// An operation goes to engines only if it takes at most this part of its time on the primary device.
+/// An operation is split only if that takes at most this part of its time on the primary device.
 const NET_BENEFIT: f64 = 0.97;
-/// Engines take part only if a tile is predicted to take less than this part of its time without them.
+/// Engines take part, or one more chunk is in flight, only if a tile is predicted to take less than this part of its time
+/// without.
 const WORTH_IT: f64 = 0.99;
+/// Tiles of the prompt that candidates are compared on: its start and end, where devices wait for each other, count too.
+const TILES: usize = 8;
+/// Most chunks in flight.
+const MAX_DEPTH: usize = 3;
+/// Times that every kind is looked at again, now that the others have changed.
+const MAX_PASSES: usize = 4;
 
 /// What was chosen for a kind, and why: milliseconds for one tile of all its layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct KindChoice {
-    /// Fastest of the three, or what the user said.
+    /// As chosen, or what the user said.
     #[serde(skip)]
     pub placement: Placement,
     /// On the primary device.
     pub primary_ms: f64,
-    /// All on the engines, what runs beside it already taken off.
+    /// All on the engines.
     pub whole_ms: Option<f64>,
-    /// Both in balance.
+    /// Both in balance, synchronization included.
     pub split_ms: Option<f64>,
-    /// As placed.
+    /// As placed, what runs beside it left aside.
     pub expected_ms: f64,
     /// Why no engine gets it, whatever it would save and whoever wants it.
     pub refused: Option<String>,
@@ -38,12 +49,23 @@ pub struct Choice {
     /// By kind.
     #[serde(skip)]
     pub kinds: BTreeMap<Kind, KindChoice>,
+    /// Chunks in flight.
+    pub wavefront: usize,
     /// Least rows that are worth a padded tile, 0 if none are.
     pub tail_threshold: usize,
     /// A tile with engines, milliseconds.
     pub hybrid_ms: f64,
+    /// Of that, what the primary device computes.
+    pub primary_busy_ms: f64,
+    /// Of that, what the engines compute.
+    pub engines_busy_ms: f64,
     /// A tile on the primary device with all threads that it has without engines.
     pub alone_ms: f64,
+    /// A tile on the primary device with the threads that it has beside engines.
+    pub primary_ms: f64,
+    /// A tile if work could be cut anywhere, nobody ever waited and nobody were in another's way: the bound that the table
+    /// allows for.
+    pub ideal_ms: f64,
 }
 
 impl Choice {
@@ -57,145 +79,415 @@ impl Choice {
         let placed = self.kinds.iter().filter(|(_, choice)| choice.placement != Placement::Primary);
         placed.map(|(kind, choice)| (*kind, choice.placement)).collect()
     }
-}
 
-/// Chooses for every kind that was measured; `said` are placements that the user insists on.
-pub fn choose(table: &CostTable, said: &BTreeMap<Kind, Placement>) -> Choice {
-    let mut by_kind: BTreeMap<Kind, Vec<&OperationCost>> = BTreeMap::new();
-    for cost in &table.operations {
-        if let Some(kind) = Kind::projections().into_iter().find(|kind| kind.name() == cost.kind) {
-            by_kind.entry(kind).or_default().push(cost);
+    /// What engines take for the projection `node` as chosen, nobody beside them; none if they have no part in it.
+    pub(crate) fn engine_ms(&self, table: &CostTable, node: &Node) -> Option<f64> {
+        let cost = &table.operations[table.operation(node)?];
+        match self.kinds.get(&node.kind)?.placement {
+            Placement::Primary => None,
+            Placement::Whole => cost.whole_ms,
+            Placement::Split(fraction) => parts(cost, fraction)?.engine_ms,
         }
     }
-    let kinds: BTreeMap<Kind, KindChoice> = by_kind
-        .into_iter()
-        .map(|(kind, costs)| (kind, choose_kind(table, kind, &costs, said.get(&kind).copied())))
-        .collect();
-    let placed = || kinds.values().filter(|choice| choice.placement != Placement::Primary);
-    let sum = |of: fn(&KindChoice) -> f64| placed().map(of).sum::<f64>();
-    let (primary, expected) = (sum(|choice| choice.primary_ms), sum(|choice| choice.expected_ms));
-    let all: f64 = kinds.values().map(|choice| choice.primary_ms).sum::<f64>() + table.others_ms;
-    // Per operation, the rows that take the primary device as long as a tile takes both (spec 4.4).
-    let threshold = (table.tile as f64 * expected / primary).ceil();
-    let tail_threshold =
-        if threshold.is_finite() && threshold < table.tile as f64 { threshold.max(2.0) as usize } else { 0 };
-    Choice { tail_threshold, hybrid_ms: all - primary + expected, alone_ms: all / table.speedup_alone, kinds }
 }
 
-fn choose_kind(table: &CostTable, kind: Kind, costs: &[&OperationCost], said: Option<Placement>) -> KindChoice {
-    let total = |of: &dyn Fn(&OperationCost) -> Option<f64>| -> Option<f64> {
-        costs.iter().map(|cost| of(cost).map(|ms| ms * cost.layers as f64)).sum()
-    };
-    let primary_ms = total(&|cost| Some(cost.primary_ms)).expect("every operation has one");
-    // A shared expert is waited for only as long as it takes beyond the routed ones.
-    let beside = if kind == Kind::SharedExpert { table.routed_ms } else { 0.0 };
-    let whole_ms = total(&|cost| cost.whole_ms.map(|ms| (ms - beside).max(0.0)));
-    let split_ms = total(&|cost| cost.region.map(|region| region.ms));
-    let layers: usize = costs.iter().map(|cost| cost.layers).sum();
-    let fractions = total(&|cost| cost.region.map(|region| region.fraction));
-    let fraction = fractions.map(|sum| sum / layers as f64);
-    let best = [(whole_ms, Some(Placement::Whole)), (split_ms, fraction.map(Placement::Split))]
-        .into_iter()
-        .filter_map(|(ms, placement)| ms.zip(placement))
-        .filter(|(ms, _)| *ms <= NET_BENEFIT * primary_ms)
-        .min_by(|a, b| a.0.total_cmp(&b.0));
-    // Wrong is worse than slow.
-    let far = costs.iter().filter_map(|cost| cost.error).find(|error| !error.is_small());
-    let refused = far.map(|error| {
-        format!("off by {:.2} %, cosine {:.5}: 2 % and 0.999 are allowed", error.relative * 100.0, error.cosine)
+/// Chooses for every kind that was measured. `graph` is a tile of the model; `said` are placements that the user insists on,
+/// and `wavefront` the chunks in flight.
+pub fn choose(
+    table: &CostTable,
+    graph: &Arc<StepGraph>,
+    said: &BTreeMap<Kind, Placement>,
+    wavefront: Option<usize>,
+) -> Choice {
+    let search = Search::new(table, graph, said);
+    let depths = wavefront.map_or(1..=MAX_DEPTH, |depth| depth..=depth);
+    let (depth, picks, best) = search.best(depths);
+    let kinds = search.kinds.iter().zip(&picks).map(|(kind, pick)| {
+        let Way { placement, alone_ms, .. } = kind.options[*pick];
+        (kind.kind, KindChoice { placement, expected_ms: alone_ms, ..kind.choice.clone() })
     });
-    let (expected_ms, placement) = match said {
-        _ if refused.is_some() => (primary_ms, Placement::Primary),
-        None => best.unwrap_or((primary_ms, Placement::Primary)),
-        Some(Placement::Primary) => (primary_ms, Placement::Primary),
-        Some(Placement::Whole) => (whole_ms.unwrap_or(primary_ms), Placement::Whole),
-        Some(Placement::Split(fraction)) => {
-            let ms = total(&|cost| predict(cost, fraction)).unwrap_or(primary_ms);
-            (ms, Placement::Split(fraction))
-        }
-    };
-    KindChoice { placement, primary_ms, whole_ms, split_ms, expected_ms, refused }
+    let kinds: BTreeMap<Kind, KindChoice> = kinds.collect();
+    let primary_ms: f64 = search.node_ms.iter().sum();
+    // The rows that take the primary device as long as a tile takes both (spec 4.4).
+    let threshold = (table.tile as f64 * best.tile_ms / primary_ms).floor() + 1.0;
+    let is_hybrid = kinds.values().any(|choice| choice.placement != Placement::Primary);
+    let is_padded = is_hybrid && threshold < table.tile as f64;
+    Choice {
+        kinds,
+        wavefront: depth,
+        tail_threshold: if is_padded { threshold.max(2.0) as usize } else { 0 },
+        hybrid_ms: best.tile_ms,
+        primary_busy_ms: best.primary_ms,
+        engines_busy_ms: best.engine_ms,
+        alone_ms: primary_ms / table.speedup_alone,
+        primary_ms,
+        ideal_ms: search.ideal_ms(),
+    }
 }
 
-/// The slower of both parts, by the lines through what was measured.
-fn predict(cost: &OperationCost, fraction: f64) -> Option<f64> {
+/// One way to do a kind: of each of its operations, what both devices take.
+struct Way {
+    placement: Placement,
+    /// By operation of the table: on the primary device, on the engines.
+    costs: BTreeMap<usize, NodeCost>,
+    /// All layers, nothing beside them.
+    alone_ms: f64,
+}
+
+struct KindWays {
+    kind: Kind,
+    /// The first is the primary device, unless the user said otherwise: then there is one.
+    options: Vec<Way>,
+    choice: KindChoice,
+}
+
+struct Search<'a> {
+    table: &'a CostTable,
+    graph: &'a Arc<StepGraph>,
+    kinds: Vec<KindWays>,
+    /// On the primary device.
+    node_ms: Vec<f64>,
+    /// Per node: index into `kinds`, index of the operation.
+    projections: Vec<Option<(usize, usize)>>,
+}
+
+impl<'a> Search<'a> {
+    fn new(table: &'a CostTable, graph: &'a Arc<StepGraph>, said: &BTreeMap<Kind, Placement>) -> Self {
+        let mut by_kind: BTreeMap<Kind, Vec<usize>> = BTreeMap::new();
+        for (index, cost) in table.operations.iter().enumerate() {
+            if let Some(kind) = Kind::projections().into_iter().find(|kind| kind.name() == cost.kind) {
+                by_kind.entry(kind).or_default().push(index);
+            }
+        }
+        let kinds: Vec<KindWays> = by_kind
+            .into_iter()
+            .map(|(kind, operations)| KindWays::new(table, kind, &operations, said.get(&kind).copied()))
+            .collect();
+        let projection = |node| {
+            let operation = table.operation(node)?;
+            Some((kinds.iter().position(|kind| kind.kind == node.kind)?, operation))
+        };
+        let projections = graph.nodes().iter().map(projection).collect();
+        Self { table, graph, node_ms: table.node_ms(graph), kinds, projections }
+    }
+
+    /// What a tile takes if kind `i` is done in way `picks[i]`.
+    fn estimate(&self, picks: &[usize], depth: usize) -> Estimate {
+        let shared = |pick: &Option<(usize, usize)>| -> Option<&NodeCost> {
+            let (kind, operation) = (*pick)?;
+            let cost = &self.kinds[kind].options[picks[kind]].costs[&operation];
+            cost.engine_ms.is_some().then_some(cost)
+        };
+        let is_hybrid = self.projections.iter().any(|node| shared(node).is_some());
+        let running = self.table.running.as_ref().filter(|_| is_hybrid);
+        let (primary, engine, sync_ms) = running
+            .map_or((1.0, 1.0, 0.0), |running| (running.primary_slowdown, running.engine_slowdown, running.sync_ms));
+        let costs = self.node_ms.iter().zip(&self.projections).map(|(ms, projection)| match shared(projection) {
+            Some(cost) => NodeCost {
+                primary_ms: cost.primary_ms * primary,
+                engine_ms: cost.engine_ms.map(|engine_ms| engine_ms * engine),
+            },
+            None => NodeCost { primary_ms: ms * primary, engine_ms: None },
+        });
+        estimate(self.graph, &costs.collect::<Vec<_>>(), sync_ms, depth, TILES)
+    }
+
+    /// Depth, ways and time of the best candidate. One more chunk in flight has to be worth its memory.
+    fn best(&self, depths: RangeInclusive<usize>) -> (usize, Vec<usize>, Estimate) {
+        let candidates = depths.map(|depth| {
+            let (picks, estimate) = self.best_at(depth);
+            (depth, picks, estimate)
+        });
+        candidates
+            .reduce(|best, next| if next.2.tile_ms < WORTH_IT * best.2.tile_ms { next } else { best })
+            .expect("there is a depth")
+    }
+
+    /// From the best of some starting points, kind by kind to what is better with the others as they are.
+    fn best_at(&self, depth: usize) -> (Vec<usize>, Estimate) {
+        let mut best: Option<(Vec<usize>, Estimate)> = None;
+        for picks in self.starts() {
+            let estimate = self.estimate(&picks, depth);
+            if best.as_ref().is_none_or(|(_, other)| estimate.tile_ms < other.tile_ms) {
+                best = Some((picks, estimate));
+            }
+        }
+        let (mut picks, mut estimate) = best.expect("one start at least");
+        for _ in 0..MAX_PASSES {
+            let before = estimate.tile_ms;
+            for kind in 0..self.kinds.len() {
+                for way in 0..self.kinds[kind].options.len() {
+                    let mut other = picks.clone();
+                    other[kind] = way;
+                    let tried = self.estimate(&other, depth);
+                    if tried.tile_ms < estimate.tile_ms {
+                        (picks, estimate) = (other, tried);
+                    }
+                }
+            }
+            // A difference of a thousandth is not worth another look.
+            if estimate.tile_ms > 0.999 * before {
+                break;
+            }
+        }
+        (picks, estimate)
+    }
+
+    /// Nothing on engines; each kind in its fastest way; whole kinds, one more at a time, the most worthwhile first.
+    fn starts(&self) -> Vec<Vec<usize>> {
+        let fastest = |kind: &KindWays| {
+            let ms = |way: &usize| kind.options[*way].alone_ms;
+            (0..kind.options.len()).min_by(|a, b| ms(a).total_cmp(&ms(b))).expect("one way at least")
+        };
+        let mut starts = vec![vec![0; self.kinds.len()], self.kinds.iter().map(fastest).collect()];
+        let mut wholes: Vec<(f64, usize, usize)> = Vec::new();
+        for (index, kind) in self.kinds.iter().enumerate() {
+            if let Some(way) = kind.options.iter().position(|way| way.placement == Placement::Whole) {
+                wholes.push((kind.choice.primary_ms / kind.options[way].alone_ms, index, way));
+            }
+        }
+        wholes.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        let mut picks = vec![0; self.kinds.len()];
+        for (_, kind, way) in wholes {
+            picks[kind] = way;
+            starts.push(picks.clone());
+        }
+        starts
+    }
+
+    /// The busier device under the best assignment, any part of any operation on either.
+    fn ideal_ms(&self) -> f64 {
+        let whole = |kind: &KindWays| {
+            let way = kind.options.iter().find(|way| way.costs.values().all(|cost| cost.engine_ms.is_some()))?;
+            let whole_ms = kind.choice.whole_ms.unwrap_or(way.alone_ms);
+            Some((kind.choice.primary_ms, whole_ms))
+        };
+        let mut movable: Vec<(f64, f64)> = self.kinds.iter().filter_map(whole).collect();
+        movable.sort_by(|a, b| (b.0 / b.1).total_cmp(&(a.0 / a.1)));
+        let (mut primary, mut engine) = (self.node_ms.iter().sum::<f64>(), 0.0);
+        for (of_primary, of_engine) in movable {
+            let part = ((primary - engine) / (of_primary + of_engine)).clamp(0.0, 1.0);
+            primary -= part * of_primary;
+            engine += part * of_engine;
+        }
+        primary.max(engine)
+    }
+}
+
+impl KindWays {
+    fn new(table: &CostTable, kind: Kind, operations: &[usize], said: Option<Placement>) -> Self {
+        let cost = |index: &usize| &table.operations[*index];
+        let total = |of: &dyn Fn(&OperationCost) -> Option<f64>| -> Option<f64> {
+            operations.iter().map(cost).map(|cost| of(cost).map(|ms| ms * cost.layers as f64)).sum()
+        };
+        let sync_ms = table.running.as_ref().map_or(0.0, |running| running.sync_ms);
+        let primary_ms = total(&|cost| Some(cost.primary_ms)).expect("every operation has one");
+        let whole_ms = total(&|cost| cost.whole_ms);
+        let split_ms = total(&|cost| cost.region.map(|region| region.ms + sync_ms));
+        let layers: usize = operations.iter().map(|index| cost(index).layers).sum();
+        let fraction = total(&|cost| cost.region.map(|region| region.fraction)).map(|sum| sum / layers as f64);
+        // Wrong is worse than slow.
+        let far = operations.iter().filter_map(|index| cost(index).error).find(|error| !error.is_small());
+        let refused = far.map(|error| {
+            format!("off by {:.2} %, cosine {:.5}: 2 % and 0.999 are allowed", error.relative * 100.0, error.cosine)
+        });
+        let way = |placement: Placement, of: &dyn Fn(&OperationCost) -> Option<NodeCost>| -> Option<Way> {
+            let costs: BTreeMap<usize, NodeCost> =
+                operations.iter().map(|index| Some((*index, of(cost(index))?))).collect::<Option<_>>()?;
+            let alone = |(index, node): (&usize, &NodeCost)| {
+                node.engine_ms.unwrap_or(0.0).max(node.primary_ms) * cost(index).layers as f64
+            };
+            Some(Way { placement, alone_ms: costs.iter().map(alone).sum(), costs })
+        };
+        let primary = way(Placement::Primary, &|cost| Some(NodeCost { primary_ms: cost.primary_ms, engine_ms: None }));
+        let primary = primary.expect("every operation has one");
+        let whole =
+            || way(Placement::Whole, &|cost| Some(NodeCost { primary_ms: 0.0, engine_ms: Some(cost.whole_ms?) }));
+        let split = |fraction: f64| way(Placement::Split(fraction), &|cost| parts(cost, fraction));
+        let options = match (&refused, said) {
+            (Some(_), _) | (None, Some(Placement::Primary)) => vec![primary],
+            (None, Some(Placement::Whole)) => vec![whole().unwrap_or(primary)],
+            (None, Some(Placement::Split(fraction))) => vec![split(fraction).unwrap_or(primary)],
+            (None, None) => {
+                let balanced = fraction.filter(|_| split_ms.is_some_and(|ms| ms <= NET_BENEFIT * primary_ms));
+                [Some(primary), whole(), balanced.and_then(split)].into_iter().flatten().collect()
+            }
+        };
+        let choice = KindChoice {
+            placement: Placement::Primary,
+            primary_ms,
+            whole_ms,
+            split_ms,
+            expected_ms: primary_ms,
+            refused,
+        };
+        Self { kind, options, choice }
+    }
+}
+
+/// What both devices take of an operation whose first `fraction` of channels is the engines', by the lines through what was
+/// measured.
+fn parts(cost: &OperationCost, fraction: f64) -> Option<NodeCost> {
     let (launch, per_all) = line(&cost.engine)?;
     let part = cost.primary_part?;
-    Some((launch + per_all * fraction).max(part.ms / part.fraction * (1.0 - fraction)))
+    let primary_ms = part.ms / part.fraction * (1.0 - fraction);
+    Some(NodeCost { primary_ms, engine_ms: Some(launch + per_all * fraction) })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::cost::{Error, Point};
+    use troika_graph::{
+        Access, Element, GraphBuilder, Op, Role, Scope, StateEdge, StatePart, ValueId, WeightKey, WeightRef,
+    };
 
-    fn operation(kind: Kind, primary_ms: f64, whole_ms: Option<f64>, split: Option<(f64, f64)>) -> OperationCost {
+    use super::*;
+    use crate::cost::{Error, NodeTime, Point, Running};
+
+    /// Two layers: projection, attention, then routed experts beside a shared one.
+    fn graph() -> Arc<StepGraph> {
+        let mut builder = GraphBuilder::new(100, 0);
+        let mut last = builder.value(8, Element::F32);
+        let weight = |scope, role| WeightRef { key: WeightKey { scope, role }, rows: 8, cols: 8 };
+        let push = |builder: &mut GraphBuilder, op, inputs: &[ValueId], scope, kind, state: Option<StateEdge>| {
+            let output = builder.value(8, Element::F32);
+            let (inputs, outputs) = (inputs.to_vec(), vec![output]);
+            builder.push(Node { op, inputs, outputs, scope, kind, state: state.into_iter().collect() });
+            // Kept, so that memory orders nothing.
+            if kind != Kind::RoutedExperts {
+                builder.tap(scope, kind.name(), output);
+            }
+            output
+        };
+        builder.push(Node {
+            op: Op::ConcatColumns,
+            inputs: Vec::new(),
+            outputs: vec![last],
+            scope: Scope::Model,
+            kind: Kind::Embed,
+            state: Vec::new(),
+        });
+        for layer in 0..2 {
+            let scope = Scope::Layer(layer);
+            let edge = StateEdge { scope, part: StatePart::Window, access: Access::Write };
+            let weights = vec![weight(scope, Role::WqB)];
+            let queries = push(&mut builder, Op::Linear { weights }, &[last], scope, Kind::WqB, None);
+            let attention = push(&mut builder, Op::Copy, &[queries], scope, Kind::Attention, Some(edge));
+            let [w1, w2, w3] = [Role::SharedW1, Role::SharedW2, Role::SharedW3].map(|role| weight(scope, role));
+            let op = Op::SharedExpert { w1, w2, w3, limit: None };
+            let shared = push(&mut builder, op, &[attention], scope, Kind::SharedExpert, None);
+            let routed = push(&mut builder, Op::Copy, &[attention], scope, Kind::RoutedExperts, None);
+            last = push(&mut builder, Op::Add, &[routed, shared], scope, Kind::Gate, None);
+        }
+        Arc::new(builder.build())
+    }
+
+    fn operation(
+        kind: Kind,
+        outputs: usize,
+        primary_ms: f64,
+        whole_ms: f64,
+        split: Option<(f64, f64)>,
+    ) -> OperationCost {
         OperationCost {
             kind: kind.name().to_owned(),
-            shape: [512, 256],
+            shape: [outputs, 8],
             layers: 2,
             primary_ms,
             primary_part: Some(Point { fraction: 0.5, ms: primary_ms / 2.0 }),
             engine: vec![Point { fraction: 0.25, ms: 3.0 }, Point { fraction: 0.5, ms: 5.0 }],
-            whole_ms,
+            whole_ms: Some(whole_ms),
             region: split.map(|(fraction, ms)| Point { fraction, ms }),
             error: Some(Error { relative: 0.004, cosine: 0.99999 }),
         }
     }
 
-    fn table(speedup_alone: f64) -> CostTable {
+    fn table(sync_ms: f64) -> CostTable {
+        let time = |kind: Kind, op: &str, ms| NodeTime { kind: kind.name().to_owned(), op: op.to_owned(), ms };
+        let nodes = vec![
+            time(Kind::Embed, "concat", 0.0),
+            time(Kind::Attention, "copy", 5.0),
+            time(Kind::RoutedExperts, "copy", 15.0),
+            time(Kind::Gate, "add", 0.0),
+        ];
+        let (primary_slowdown, engine_slowdown, off_ms, on_ms) = (1.0, 1.0, 0.0, 0.0);
         CostTable {
             tile: 100,
             threads: 1,
             threads_alone: 1,
-            speedup_alone,
-            others_ms: 40.0,
-            routed_ms: 15.0,
+            speedup_alone: 1.0,
+            ms_per_gflop: 1.0,
             operations: vec![
-                operation(Kind::WqB, 10.0, Some(9.0), Some((0.5, 6.0))),
-                operation(Kind::Wkv, 1.0, Some(1.2), Some((0.5, 0.98))),
-                operation(Kind::SharedExpert, 10.0, Some(16.0), None),
+                operation(Kind::WqB, 8, 10.0, 9.0, Some((0.5, 6.0))),
+                operation(Kind::SharedExpert, 24, 10.0, 16.0, None),
             ],
+            running: Some(Running { nodes, primary_slowdown, engine_slowdown, sync_ms, off_ms, on_ms }),
         }
     }
 
+    fn assert_near(got: f64, want: f64) {
+        assert!((got - want).abs() < 1e-6, "{got} instead of {want}");
+    }
+
     #[test]
-    fn each_kind_goes_where_it_is_fastest() {
-        let choice = choose(&table(1.0), &BTreeMap::new());
+    fn one_chunk_at_a_time_gains_by_splits_and_by_what_runs_beside() {
+        let choice = choose(&table(0.0), &graph(), &BTreeMap::new(), Some(1));
         let want = BTreeMap::from([(Kind::WqB, Placement::Split(0.5)), (Kind::SharedExpert, Placement::Whole)]);
-        assert_eq!(choice.placements(), want, "wkv would gain less than 3 %");
-        assert_eq!(choice.alone_ms, 2.0 * (10.0 + 1.0 + 10.0) + 40.0);
-        assert_eq!(choice.hybrid_ms, 2.0 * (6.0 + 1.0 + 1.0) + 40.0);
+        assert_eq!(choice.placements(), want);
+        assert_eq!(choice.alone_ms, 2.0 * (10.0 + 5.0 + 10.0 + 15.0));
+        // 5 ms each half of the projection, 5 ms attention, 16 ms the shared expert beside 15 ms of routed ones.
+        assert_near(choice.hybrid_ms, 2.0 * (5.0 + 5.0 + 16.0));
         assert!(choice.pays());
-        // 14 of 40 ms: a tail of 35 rows takes the primary device as long as a tile.
-        assert_eq!(choice.tail_threshold, 35);
+        // 52 of 80 ms: a tail of 66 rows takes the primary device longer than a tile.
+        assert_eq!(choice.tail_threshold, 66);
+        // 20 ms of projections become 18 on the engine, then 81 % of the shared experts.
+        assert_near(choice.ideal_ms, 80.0 - 20.0 - 20.0 * (60.0 - 18.0) / 52.0);
+    }
+
+    #[test]
+    fn chunks_in_flight_are_as_many_as_pay() {
+        let [one, two, three] =
+            [1, 2, 3].map(|depth| choose(&table(0.0), &graph(), &BTreeMap::new(), Some(depth)).hybrid_ms);
+        assert!(two < 0.99 * one, "{one} {two} {three}");
+        let choice = choose(&table(0.0), &graph(), &BTreeMap::new(), None);
+        assert_eq!((choice.wavefront, choice.hybrid_ms), if three < 0.99 * two { (3, three) } else { (2, two) });
+        assert!(choice.hybrid_ms >= choice.ideal_ms);
+        assert_eq!(choice, choose(&table(0.0), &graph(), &BTreeMap::new(), None));
+    }
+
+    #[test]
+    fn synchronization_makes_splits_a_loss() {
+        let choice = choose(&table(4.0), &graph(), &BTreeMap::new(), Some(1));
+        assert!(!matches!(choice.kinds[&Kind::WqB].placement, Placement::Split(_)), "{choice:?}");
+        assert_eq!(choice.kinds[&Kind::WqB].split_ms, Some(2.0 * 10.0));
+        let choice = choose(&table(1000.0), &graph(), &BTreeMap::new(), None);
+        assert_eq!((choice.placements().len(), choice.pays(), choice.tail_threshold), (0, false, 0));
     }
 
     #[test]
     fn a_primary_device_with_all_cores_may_be_faster() {
-        let choice = choose(&table(2.0), &BTreeMap::new());
-        assert_eq!((choice.hybrid_ms, choice.alone_ms), (56.0, 41.0));
-        assert!(!choice.pays());
-        let none = [Kind::WqB, Kind::SharedExpert].map(|kind| (kind, Placement::Primary));
-        let choice = choose(&CostTable { speedup_alone: 0.5, ..table(1.0) }, &BTreeMap::from(none));
-        assert!(!choice.pays(), "with nothing to do, engines gain nothing");
-        assert_eq!(choice.tail_threshold, 0);
+        let choice = choose(&CostTable { speedup_alone: 2.0, ..table(0.0) }, &graph(), &BTreeMap::new(), None);
+        assert_eq!(choice.alone_ms, 40.0);
+        assert!(choice.hybrid_ms < 52.0 && !choice.pays());
+        // So may one that engines get in the way of.
+        let mut table = table(0.0);
+        table.running.as_mut().expect("it is there").primary_slowdown = 2.0;
+        assert!(!choose(&table, &graph(), &BTreeMap::new(), None).pays());
     }
 
     #[test]
     fn what_the_user_says_is_done_and_predicted() {
         let said = BTreeMap::from([(Kind::WqB, Placement::Split(0.75)), (Kind::SharedExpert, Placement::Primary)]);
-        let choice = choose(&table(1.0), &said);
+        let choice = choose(&table(0.0), &graph(), &said, Some(1));
         assert_eq!(choice.placements(), BTreeMap::from([(Kind::WqB, Placement::Split(0.75))]));
         assert_eq!(choice.kinds[&Kind::WqB].expected_ms, 14.0, "1 ms and 8 ms for everything, twice");
     }
 
     #[test]
     fn wrong_numbers_are_refused_whatever_they_save() {
-        let mut table = table(1.0);
+        let mut table = table(0.0);
         table.operations[0].error = Some(Error { relative: 0.03, cosine: 0.9995 });
         for said in [BTreeMap::new(), BTreeMap::from([(Kind::WqB, Placement::Whole)])] {
-            let choice = choose(&table, &said);
+            let choice = choose(&table, &graph(), &said, Some(1));
             assert_eq!(choice.placements(), BTreeMap::from([(Kind::SharedExpert, Placement::Whole)]));
             assert!(choice.kinds[&Kind::WqB].refused.as_ref().is_some_and(|reason| reason.contains("3.00 %")));
         }

@@ -15,14 +15,16 @@ use troika_device::npu::{
 };
 use troika_device::run::BufferPool;
 use troika_device::{Device, DeviceError, Part, Priority, SequenceState, StateShape, StepRun, Work};
-use troika_graph::cost::costs;
+use troika_graph::cost::node_cost;
 use troika_graph::{
-    Acceptance, Element, GraphBuilder, Kind, Node, NodeId, Op, Scope, Segment, StepGraph, StepRows, ValueId,
+    Acceptance, Element, GraphBuilder, Kind, Node, NodeId, Op, Scope, Segment, StepGraph, StepRows, ValueId, WeightRef,
     WeightSource,
 };
 
+use crate::choose::Choice;
 use crate::eligibility::{Eligibility, eligibility};
-use crate::plan::projection_key;
+use crate::estimate::{NodeCost, estimate};
+use crate::plan::{DeviceId, projection_key};
 use crate::prepare::{Cut, Placement, cut_into_procedures, noise};
 
 /// Fractions of the output channels that engines are measured with.
@@ -102,12 +104,134 @@ pub struct CostTable {
     pub threads_alone: usize,
     /// How much faster it is with those.
     pub speedup_alone: f64,
-    /// What operations other than projections take of a tile, estimated from their work, milliseconds.
-    pub others_ms: f64,
-    /// The routed experts of one layer, estimated from their work, milliseconds: what runs beside a shared expert.
-    pub routed_ms: f64,
+    /// What the primary device takes for 10^9 floating-point operations of a projection, milliseconds: the measure of
+    /// operations that were not measured.
+    pub ms_per_gflop: f64,
     /// One per kind and shape.
     pub operations: Vec<OperationCost>,
+    /// What only the running model shows; none before it was run.
+    pub running: Option<Running>,
+}
+
+/// What was measured in the running model, or its first layers, by switching the engines on and off (spec 9.4).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Running {
+    /// What the primary device takes for a node with the engines off, by kind and operation.
+    pub nodes: Vec<NodeTime>,
+    /// How much longer it takes while engines work, which share the memory's bandwidth with it.
+    pub primary_slowdown: f64,
+    /// How much longer engines take than alone.
+    pub engine_slowdown: f64,
+    /// What else each operation with engines costs: hand-overs, reports and waiting that no device's time shows, milliseconds.
+    pub sync_ms: f64,
+    /// A tile of the layers that ran, engines off, milliseconds.
+    pub off_ms: f64,
+    /// The same with them on.
+    pub on_ms: f64,
+}
+
+/// What the primary device takes for a node.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NodeTime {
+    /// [`Kind::name`].
+    pub kind: String,
+    /// [`Op::name`].
+    pub op: String,
+    /// Milliseconds on a tile, on average.
+    pub ms: f64,
+}
+
+/// What devices took for the nodes of some tiles in the running model.
+#[derive(Clone, Debug, Default)]
+pub struct Seen {
+    /// By kind, operation and device: how often, milliseconds in all.
+    times: BTreeMap<(Kind, &'static str, DeviceId), (u32, f64)>,
+    /// A tile by the clock on the wall, milliseconds.
+    pub tile_ms: f64,
+}
+
+impl Seen {
+    /// A device took `ms` for a node or its part of one.
+    pub fn add(&mut self, node: &Node, device: DeviceId, ms: f64) {
+        // All engines together are one: those that share a node work on it at the same time.
+        let device = DeviceId(device.0.min(1));
+        let (count, sum) = self.times.entry((node.kind, node.op.name(), device)).or_default();
+        (*count, *sum) = (*count + 1, *sum + ms);
+    }
+
+    /// What the primary device or the engines take for a node like this one, on average.
+    fn ms(&self, node: &Node, device: DeviceId) -> Option<f64> {
+        let (count, sum) = self.times.get(&(node.kind, node.op.name(), device))?;
+        Some(sum / f64::from(*count))
+    }
+}
+
+impl Running {
+    /// What the difference between engines off and on tells. `graph` is the tile that was run; with engines on, prompts of
+    /// `tiles` tiles as `choice` has it.
+    pub fn of(graph: &Arc<StepGraph>, table: &CostTable, choice: &Choice, off: &Seen, on: &Seen, tiles: usize) -> Self {
+        let engines = DeviceId(1);
+        let nodes = off.times.iter().filter(|((.., device), _)| *device == DeviceId::PRIMARY);
+        let nodes = nodes.map(|((kind, op, _), (count, sum))| {
+            let (kind, op) = (kind.name().to_owned(), (*op).to_owned());
+            NodeTime { kind, op, ms: sum / f64::from(*count) }
+        });
+        // Same work off and on: neither cut nor longer where a prompt is.
+        let [mut primary, mut engine] = [[0.0; 2]; 2];
+        let (mut costs, mut shared) = (Vec::new(), 0);
+        for node in graph.nodes() {
+            let (off_ms, on_ms) = (off.ms(node, DeviceId::PRIMARY), on.ms(node, DeviceId::PRIMARY));
+            let engine_ms = on.ms(node, engines);
+            if let Some(engine_ms) = engine_ms {
+                shared += 1;
+                let alone = choice.engine_ms(table, node);
+                engine = [engine[0] + alone.unwrap_or(engine_ms), engine[1] + engine_ms];
+            } else if !matches!(node.kind, Kind::Attention | Kind::IndexScores)
+                && let (Some(off_ms), Some(on_ms)) = (off_ms, on_ms)
+            {
+                primary = [primary[0] + off_ms, primary[1] + on_ms];
+            }
+            costs.push(NodeCost { primary_ms: on_ms.unwrap_or(0.0), engine_ms });
+        }
+        let ratio = |[alone, together]: [f64; 2]| if alone > 0.0 { (together / alone).max(1.0) } else { 1.0 };
+        let explained = estimate(graph, &costs, 0.0, choice.wavefront, tiles).tile_ms;
+        Self {
+            nodes: nodes.collect(),
+            primary_slowdown: ratio(primary),
+            engine_slowdown: ratio(engine),
+            sync_ms: if shared > 0 { (on.tile_ms - explained).max(0.0) / f64::from(shared) } else { 0.0 },
+            off_ms: off.tile_ms,
+            on_ms: on.tile_ms,
+        }
+    }
+}
+
+impl CostTable {
+    /// What was measured of the projection `node`.
+    pub(crate) fn operation(&self, node: &Node) -> Option<usize> {
+        projection_key(&node.op)?;
+        let shape = shape_of(&node.op.weights());
+        self.operations.iter().position(|cost| cost.kind == node.kind.name() && cost.shape == shape)
+    }
+
+    /// What the primary device takes for each node of `graph`, milliseconds.
+    pub(crate) fn node_ms(&self, graph: &StepGraph) -> Vec<f64> {
+        let ms = |node: &Node| {
+            if let Some(index) = self.operation(node) {
+                return self.operations[index].primary_ms;
+            }
+            let measured = self.running.iter().flat_map(|running| &running.nodes);
+            let mut same = measured.filter(|time| time.kind == node.kind.name() && time.op == node.op.name());
+            let flops = || node_cost(graph, node, &[segment(graph.num_rows())], &|_| 0).flops;
+            same.next().map_or_else(|| flops() * 1e-9 * self.ms_per_gflop, |time| time.ms)
+        };
+        graph.nodes().iter().map(ms).collect()
+    }
+}
+
+/// Output channels of all weights, input channels of one group.
+fn shape_of(weights: &[WeightRef]) -> [usize; 2] {
+    [weights.iter().map(|weight| weight.rows).sum(), weights[0].cols]
 }
 
 /// Why nothing could be measured.
@@ -131,6 +255,12 @@ pub enum CalibrationError {
     /// There is nothing to measure.
     #[error("no projection of this model can run on the engine")]
     Nothing,
+    /// A step of the model failed.
+    #[error("a step of the model failed while it was measured: {reason}")]
+    Step {
+        /// What the executor said.
+        reason: String,
+    },
 }
 
 /// Who computes.
@@ -193,22 +323,18 @@ pub fn calibrate(
     if operations.is_empty() {
         return Err(CalibrationError::Nothing);
     }
-    let flops = costs(graph, &[segment(tile)], &|_| 0);
-    let of_projections: f64 =
-        projections.iter().map(|(projection, layers)| 2.0 * (projection.work() as usize * layers * tile) as f64).sum();
+    let gflop = |projection: &Eligibility| 2e-9 * (projection.work() as usize * tile) as f64;
+    let gflops: f64 = projections.iter().map(|(projection, layers)| gflop(projection) * *layers as f64).sum();
     let ms: f64 = operations.iter().map(|cost| cost.primary_ms * cost.layers as f64).sum();
-    let ms_per_flop = ms / of_projections;
-    let routed = flops.by_kind.get(&Kind::RoutedExperts).map_or(0.0, |cost| cost.flops);
-    let routed_layers = graph.nodes().iter().filter(|node| matches!(node.op, Op::Experts { first: 0, .. })).count();
     Ok(CostTable {
         tile,
         threads: bench.primary.capabilities().threads,
         threads_alone: bench.alone.capabilities().threads,
         // More threads are no slower: what says so is the noise of a short operation.
         speedup_alone: largest.map_or(1.0, |(_, speedup)| speedup.max(1.0)),
-        others_ms: (flops.total.flops - of_projections).max(0.0) * ms_per_flop,
-        routed_ms: routed * ms_per_flop / routed_layers.max(1) as f64,
+        ms_per_gflop: ms / gflops,
         operations,
+        running: None,
     })
 }
 
@@ -290,8 +416,7 @@ impl<'a> Operation<'a> {
             let ms = self.sample(|operation| operation.region(&placed))?;
             region = Some(Point { fraction: placed.fraction(self.projection), ms });
         }
-        let weights = &self.projection.weights;
-        let shape = [weights.iter().map(|weight| weight.rows).sum(), weights[0].cols];
+        let shape = shape_of(&self.projection.weights);
         let kind = self.projection.kind.name().to_owned();
         Ok(OperationCost { kind, shape, layers, primary_ms, primary_part, engine, whole_ms, region, error })
     }
@@ -356,7 +481,7 @@ impl<'a> Operation<'a> {
             let rows = 0..self.graph.num_rows();
             let part = procedure.map(|procedure| Part { id: id as u32, procedure: Arc::clone(procedure), rows });
             let (run, nodes, done) = (Arc::clone(&self.run), vec![MEASURED], done.clone());
-            device.submit(Work { run, nodes, part, priority: Priority::Prefill, done })?;
+            device.submit(Work { run, nodes, part, priority: Priority::Prefill, feeds: false, done })?;
         }
         drop(done);
         while parts.iter().any(|(device, _)| device.drive(&mut |_| false)) {}

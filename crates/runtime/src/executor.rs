@@ -386,7 +386,8 @@ impl Executor {
 
     fn hand_over(&self, step: &InFlight, device: DeviceId, nodes: Vec<NodeId>) -> Result<(), DeviceError> {
         let (run, done) = (Arc::clone(&step.run), self.done.0.clone());
-        self.devices[usize::from(device.0)].submit(Work { run, nodes, part: None, priority: step.priority, done })
+        let (priority, feeds) = (step.priority, step.template.place(nodes[0]).feeds);
+        self.devices[usize::from(device.0)].submit(Work { run, nodes, part: None, priority, feeds, done })
     }
 
     fn waits_for_earlier_step(&self, step: &InFlight, place: &NodePlace) -> bool {
@@ -395,8 +396,9 @@ impl Executor {
         step.earlier.iter().filter_map(|id| self.steps.get(id)).any(|earlier| {
             let Some(index) = earlier.template.scope(scope) else { return false };
             let users = &earlier.state_users[index];
-            // Work of one device is done in the order in which it is queued, but for urgent work.
+            // Work of one device is done in the order in which it is queued, but for urgent work and what feeds others.
             let comes_first = users.not_queued == 0
+                && !step.template.feeds
                 && earlier.priority <= step.priority
                 && earlier.template.scopes[index].at == Some(place.at);
             users.not_done > 0 && !comes_first
@@ -635,10 +637,11 @@ mod tests {
         assert_eq!(nodes(&second), [(first.0.0, vec![2, 4, 6])]);
         assert!(report(&primary).is_none());
         assert!(report(&primary).is_none());
-        // The state of the first step is touched by work queued earlier on the same device.
-        assert_eq!(nodes(&second), [(first.0.0, vec![2, 4, 6]), (later.0.0, vec![2, 4, 6])]);
+        // The state that the first step writes is not there yet, and what feeds another device may go before older work.
+        assert_eq!(nodes(&second), [(first.0.0, vec![2, 4, 6])]);
         assert_eq!(nodes(&primary), [(later.0.0, vec![1, 3, 5])]);
         assert!(report(&second).is_none());
+        assert_eq!(nodes(&second), [(later.0.0, vec![2, 4, 6])]);
         assert_eq!(nodes(&primary), [(later.0.0, vec![1, 3, 5]), (first.0.0, vec![7])]);
         assert!(report(&primary).is_none());
         let ledger = report(&primary).expect("the first step is done");

@@ -6,6 +6,7 @@
 pub mod choose;
 pub mod cost;
 pub mod eligibility;
+pub mod estimate;
 pub mod executor;
 pub mod feature;
 pub mod ledger;

@@ -8,6 +8,8 @@ use crate::template::Template;
 /// One node on its device. Nanoseconds since its step was submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
+    /// Of the step's graph.
+    pub node: NodeId,
     pub kind: Kind,
     pub scope: Scope,
     pub device: DeviceId,
@@ -25,7 +27,8 @@ pub(crate) fn before(template: &Template, nodes: &[NodeId], elapsed_ns: &[u64], 
         // Parts of a shared node are reported apart.
         let Some(counter) = template.place(*node).counter else { continue };
         let (kind, device) = template.counters[counter];
-        spans.push(Span { kind, scope: template.graph().node(*node).scope, device, start_ns, end_ns });
+        let (node, scope) = (*node, template.graph().node(*node).scope);
+        spans.push(Span { node, kind, scope, device, start_ns, end_ns });
         end_ns = start_ns;
     }
     spans.reverse();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use troika_graph::{Kind, NodeId, Scope, StepGraph, WeightKey};
+use troika_graph::{Kind, NodeId, Op, Scope, StepGraph, WeightKey};
 
 use crate::plan::{DeviceId, Lane, Plan, Shares};
 
@@ -23,6 +23,8 @@ pub struct Template {
     /// Nodes by kind that engines would take part in if the step were a prefill step.
     pub(crate) bypassed: BTreeMap<Kind, u64>,
     pub(crate) lane: Lane,
+    /// Some node feeds another device.
+    pub(crate) feeds: bool,
 }
 
 /// Who does a node.
@@ -51,6 +53,8 @@ pub(crate) struct NodePlace {
     successors: (u32, u32),
     /// Somebody else waits for it.
     pub(crate) is_awaited: bool,
+    /// It leads to work of somebody else, with no routed experts in between: they take long enough for others to go first.
+    pub(crate) feeds: bool,
     /// Index into [`Template::scopes`], if it touches state.
     pub(crate) scope: Option<usize>,
     /// Index into [`Template::counters`]; none for shared nodes, whose parts are counted.
@@ -82,17 +86,18 @@ impl Template {
             }
         });
         let places: Vec<Place> = places.collect();
-        Self { shared, bypassed, lane, ..Self::with_places(graph, &places) }
+        Self { shared, bypassed, lane, ..Self::with_places(Arc::new(graph), &places) }
     }
 
     /// Each node on one device.
     #[cfg(test)]
     pub(crate) fn placed(graph: StepGraph, devices: &[DeviceId]) -> Self {
         let places: Vec<Place> = devices.iter().map(|device| Place::Device(*device)).collect();
-        Self::with_places(graph, &places)
+        Self::with_places(Arc::new(graph), &places)
     }
 
-    fn with_places(graph: StepGraph, places: &[Place]) -> Self {
+    /// Each node at its place. What is shared, and how, is not known.
+    pub(crate) fn with_places(graph: Arc<StepGraph>, places: &[Place]) -> Self {
         let key_of = |kind: Kind, at: Place| match at {
             Place::Device(device) => Some((kind, device)),
             Place::Shared(_) => None,
@@ -118,6 +123,14 @@ impl Template {
             let node = NodeId(index as u32);
             graph.predecessors(node).iter().for_each(|before| followers[before.0 as usize].push(node));
         }
+        let mut feeds = vec![false; places.len()];
+        for (index, node) in graph.nodes().iter().enumerate().rev() {
+            let leads = |other: &NodeId| {
+                let other = other.0 as usize;
+                places[other] != places[index] || feeds[other]
+            };
+            feeds[index] = !matches!(node.op, Op::Experts { .. }) && followers[index].iter().any(leads);
+        }
         let mut successors = Vec::new();
         let nodes = graph.nodes().iter().enumerate().map(|(index, node)| {
             let first = successors.len() as u32;
@@ -128,13 +141,15 @@ impl Template {
                 num_predecessors: graph.predecessors(NodeId(index as u32)).len() as u32,
                 successors: (first, successors.len() as u32),
                 is_awaited: followers[index].iter().any(|other| places[other.0 as usize] != at),
+                feeds: feeds[index],
                 scope: (!node.state.is_empty()).then(|| position(&scopes, node.scope).expect("listed above")),
                 counter: key_of(node.kind, at).map(|key| counters.binary_search(&key).expect("listed above")),
             }
         });
         let nodes = nodes.collect();
         let (shared, bypassed, lane) = (Vec::new(), BTreeMap::new(), Lane::Prefill);
-        Self { graph: Arc::new(graph), nodes, successors, scopes, counters, shared, bypassed, lane }
+        let feeds = feeds.contains(&true);
+        Self { graph, nodes, successors, scopes, counters, shared, bypassed, lane, feeds }
     }
 
     /// The graph.

@@ -8,20 +8,22 @@ use troika_base::NumericClass;
 use troika_base::units::human_bytes;
 use troika_engine::{Choice, Placement, Record};
 
-use crate::hybrid::HybridArgs;
+use crate::hybrid::{HybridArgs, WavefrontArgs};
 use crate::model_source::ModelArgs;
 use crate::report;
 
 /// Show which projections neural engines would take part in, with how many channels and bytes, and why not in others.
 ///
 /// The table comes from the shapes and formats of the stored tensors; what they cost is measured on one projection of each
-/// kind, unless an earlier start did that.
+/// kind and in the model's first layers, unless an earlier start did that.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
     hybrid: HybridArgs,
+    #[command(flatten)]
+    wavefront: WavefrontArgs,
 }
 
 /// Projections of one kind with the same shape and fate.
@@ -37,7 +39,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let mut wish = args.hybrid.wish()?.context("no engine is named: use --npu, such as --npu soft")?;
     let model = args.model.open()?;
     let options = args.model.runner_options(NumericClass::Fast);
-    let choice = model.expect_of_engines(&args.hybrid, &mut wish, &options)?;
+    let choice = model.expect_of_engines(&args.hybrid, &mut wish, &options, args.wavefront.steps())?;
     let records = model.plan_engines(&wish);
     let (tile, instances) = (wish.options.tile, wish.backend.limits().instances);
     let mut rows: BTreeMap<[String; 5], Row> = BTreeMap::new();
@@ -95,9 +97,18 @@ fn expectation(choice: &Choice, tail_threshold: usize) -> String {
         threshold => format!("remainders of at least {threshold} tokens fill up a tile"),
     };
     let verdict = if choice.pays() { "engines make it shorter" } else { "engines do not make it shorter" };
-    let (hybrid, alone) = (choice.hybrid_ms, choice.alone_ms);
+    let Choice { hybrid_ms, primary_busy_ms, engines_busy_ms, alone_ms, primary_ms, ideal_ms, wavefront, .. } = choice;
+    text += &format!(
+        "\npredicted of a whole tile, {wavefront} in flight: {hybrid_ms:.1} ms with engines, {alone_ms:.1} ms on the CPU \
+         alone: {verdict}; {tail}\n"
+    );
+    text += &format!(
+        "of that the CPU computes {primary_busy_ms:.1} ms and the engines {engines_busy_ms:.1} ms; the CPU with the threads that \
+         it has beside them would take {primary_ms:.1} ms\n"
+    );
     text + &format!(
-        "predicted: {hybrid:.1} ms a tile with engines, {alone:.1} ms on the CPU alone: {verdict}; {tail}\n"
+        "ideal: {ideal_ms:.1} ms, if any part of any projection could be on either, nobody waited and nobody were in \
+         another's way\n"
     )
 }
 

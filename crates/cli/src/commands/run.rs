@@ -102,8 +102,9 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         stop_tokens: model.config.eos_token_ids.clone(),
         ..GenerateRequest::new(ids, args.max_tokens as usize, sampling)
     };
-    let runner_options = args.model.runner_options(class);
-    let (hybrid, wavefront) = args.tuning.apply(&model, &runner_options, &args.hybrid, args.wavefront.steps())?;
+    let options = args.model.runner_options(class);
+    let (hybrid, wavefront) = args.tuning.apply(&model, &options, &args.hybrid, args.wavefront.steps())?;
+    let (runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront)?;
     let options = EngineOptions {
         chunk_tokens: 512,
         honour_chunk: false,
@@ -116,7 +117,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         cache_bytes: 0,
         snapshot_spacing: EngineOptions::DEFAULT_SNAPSHOT_SPACING,
     };
-    let engine = Engine::start(model.hybrid_runner(runner_options, &hybrid)?, options)?;
+    let engine = Engine::start(runner, options)?;
     memory::report(&engine)?;
     let loaded = start.elapsed();
     let prompt_tokens = request.prompt.len();

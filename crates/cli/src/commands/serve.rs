@@ -186,7 +186,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let options = EngineOptions {
         chunk_tokens: args.chunk.unwrap_or(CHUNK) as usize,
         honour_chunk: args.chunk.is_some(),
-        wavefront,
+        wavefront: 1,
         max_running: args.max_running as usize,
         max_queued: args.max_queued,
         max_context_tokens,
@@ -198,7 +198,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
-    let runner = model.hybrid_runner(runner_options, &hybrid)?;
+    let (runner, wavefront) = model.hybrid_runner(runner_options, &hybrid, wavefront)?;
+    let options = EngineOptions { wavefront, ..options };
     let (device, numeric_class) = (runner.device_description().to_owned(), runner.numeric_class());
     let (disk, degraded) = disk_tier(args, &model)?;
     let engine = Arc::new(Engine::start_with_disk(runner, options, disk)?);

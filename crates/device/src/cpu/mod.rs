@@ -76,10 +76,15 @@ impl Queue {
     }
 
     fn take(&mut self) -> Option<Job> {
-        // Of several prompts' steps the oldest goes on as soon as it can, so that its results come first; the others fill the
-        // time in which it waits for engines.
-        let oldest = |jobs: &VecDeque<Job>| (0..jobs.len()).min_by_key(|index| jobs[*index].work.run.id());
-        self.decode.pop_front().or_else(|| oldest(&self.prefill).and_then(|index| self.prefill.remove(index)))
+        self.decode.pop_front().or_else(|| self.next_prefill().and_then(|index| self.prefill.remove(index)))
+    }
+
+    /// Of several steps, one whose turn it is to do what engines wait for, so that these are never idle for want of input;
+    /// then the oldest, so that its results come first. Work of one step is done in order.
+    fn next_prefill(&self) -> Option<usize> {
+        let id = |index: usize| self.prefill[index].work.run.id();
+        let firsts = (0..self.prefill.len()).filter(|index| (0..*index).all(|before| id(before) != id(*index)));
+        firsts.min_by_key(|index| (!self.prefill[*index].work.feeds, id(*index)))
     }
 }
 
@@ -252,9 +257,9 @@ mod tests {
         let device = CpuDevice::start(options, NumericClass::Exact).expect("threads start");
         device.load(&NoWeights).expect("nothing to refuse");
         let (done, reports) = channel();
-        let submit = |id: u64, count: u32, priority| {
+        let submit = |id: u64, count: u32, priority, feeds| {
             let nodes = (0..count).map(NodeId).collect();
-            let work = Work { run: step(id, count), nodes, part: None, priority, done: done.clone() };
+            let work = Work { run: step(id, count), nodes, part: None, priority, feeds, done: done.clone() };
             device.submit(work).expect("it runs");
         };
         let drive = |max_nodes: usize| {
@@ -264,10 +269,10 @@ mod tests {
                 num_nodes == max_nodes
             })
         };
-        submit(0, 10, Priority::Prefill);
-        submit(1, 4, Priority::Prefill);
+        submit(0, 10, Priority::Prefill, false);
+        submit(1, 4, Priority::Prefill, false);
         assert!(drive(3));
-        submit(2, 5, Priority::Decode);
+        submit(2, 5, Priority::Decode, false);
         assert!(drive(5));
         let report = reports.try_recv().expect("the decode step is done");
         assert_eq!((report.step, report.elapsed_ns.len(), report.failure), (StepId(2), 5, None));
@@ -278,5 +283,15 @@ mod tests {
         assert!(drive(usize::MAX));
         assert_eq!(reports.try_recv().expect("nothing is left").step, StepId(1));
         assert!(!drive(usize::MAX), "nothing was queued");
+
+        // Of two steps the older goes first, unless engines wait for the other; a step's own work stays in order.
+        submit(3, 3, Priority::Prefill, false);
+        submit(3, 1, Priority::Prefill, true);
+        submit(4, 3, Priority::Prefill, true);
+        submit(4, 2, Priority::Prefill, false);
+        assert!(drive(1));
+        assert!(drive(usize::MAX));
+        let done: Vec<(u64, usize)> = reports.try_iter().map(|report| (report.step.0, report.nodes.len())).collect();
+        assert_eq!(done, [(4, 3), (3, 3), (3, 1), (4, 2)]);
     }
 }

@@ -21,8 +21,8 @@ pub use official::{official_bytes, official_format};
 /// Most rows of a step that counts as decode or verification; such a step has one routed-experts node per layer, since
 /// there is nothing to run in between.
 pub const MAX_DECODE_ROWS: usize = 8;
-/// Routed-experts nodes per layer of a prefill step.
-const EXPERT_NODES: usize = 4;
+/// Routed-experts nodes per layer of a prefill step: what engines finish meanwhile is seen after a node.
+const EXPERT_NODES: usize = 8;
 
 /// What a checkpoint says beyond its configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -79,7 +79,7 @@ impl Executor {
         step.part_entries.entry((kind, device)).or_default().submitted += 1;
         let (run, done) = (Arc::clone(&step.run), self.done.0.clone());
         let id = part.id;
-        let work = Work { run, nodes: vec![node], part: Some(part), priority: step.priority, done };
+        let work = Work { run, nodes: vec![node], part: Some(part), priority: step.priority, feeds: false, done };
         match self.devices[usize::from(device.0)].submit(work) {
             // An engine that is gone has failed like one that says so.
             Err(error) if device != DeviceId::PRIMARY => {
@@ -156,7 +156,7 @@ impl Executor {
             let scope = step.template.graph().node(node).scope;
             let end_ns = ((self.clock)() - step.start).as_nanos() as u64;
             let start_ns = end_ns.saturating_sub(elapsed_ns);
-            step.spans.push(Span { kind, scope, device: *device, start_ns, end_ns });
+            step.spans.push(Span { node, kind, scope, device: *device, start_ns, end_ns });
         }
         let operations = step.operations.entry(kind).or_default();
         if let Some(tile) = *tile {
