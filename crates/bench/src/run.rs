@@ -21,7 +21,7 @@ use crate::record::{
     SCHEMA, Sample, Settings, StepTimeline, TokenCheck, VERSION,
 };
 use crate::server::{Launch, Server};
-use crate::stats::{Difference, interval, levelled, median};
+use crate::stats::{Difference, interval, median};
 
 /// Loading and compiling may take so long.
 const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
@@ -385,9 +385,10 @@ impl<'a> UnderWay<'a> {
     /// Every comparison is as sure as wanted.
     fn is_precise(&self) -> bool {
         self.cells.iter().all(|arms| {
-            let rates = levelled_rates(arms);
-            let mut pairs = rates.windows(2);
-            pairs.all(|pair| Difference::of(&pair[1], &pair[0]).is_none_or(|difference| difference.is_precise()))
+            arms.windows(2).all(|pair| {
+                Difference::of_rounds(&pair[1].prefill_rates(), &pair[0].prefill_rates())
+                    .is_none_or(|difference| difference.is_precise())
+            })
         })
     }
 
@@ -411,9 +412,8 @@ impl<'a> UnderWay<'a> {
             arm.ttft_ms = of(arm, |sample| sample.ttft_ms);
             arm.decode_tps = of(arm, |sample| sample.decode_tps);
         }
-        let levelled = levelled_rates(&arms);
-        let rates = |name| arms.iter().position(|arm| arm.arm == name).map(|place| &levelled[place]);
-        let gain = |arm, base| Difference::of(rates(arm)?, rates(base)?);
+        let rates = |name| arms.iter().find(|arm| arm.arm == name).map(CellArm::prefill_rates);
+        let gain = |arm, base| Difference::of_rounds(&rates(arm)?, &rates(base)?);
         let check = |arm, against| self.check_tokens(idx, arm, against);
         let tokens: Vec<TokenCheck> =
             [check(ArmName::B, ArmName::A), check(ArmName::C, ArmName::B), check(ArmName::P, ArmName::B)]
@@ -447,11 +447,6 @@ impl<'a> UnderWay<'a> {
         let pairs = self.texts[place(arm)?][cell].iter().zip(&self.texts[place(against)?][cell]);
         check_texts(arm, against, pairs.map(|(own, other)| (own.as_slice(), other.as_slice())))
     }
-}
-
-/// Prefill rates of the arms by round, without what all of a round have in common.
-fn levelled_rates(arms: &[CellArm]) -> Vec<Vec<f64>> {
-    levelled(&arms.iter().map(CellArm::prefill_rates).collect::<Vec<_>>())
 }
 
 fn check_texts<'a>(

@@ -1,6 +1,6 @@
 //! Medians, their intervals, and what counts as a difference between two arms. Pure; no clock.
 //!
-//! The rules are those of `docs/benchmarks.md`: unpaired bootstrap of medians, 95 %, of [`levelled`] samples; a difference must be at least
+//! The rules are those of `docs/benchmarks.md`: unpaired bootstrap of medians, 95 %, of samples without what all arms of a round have in common; a difference must be at least
 //! [`MIN_EFFECT`], and its interval must stay clear of "none" by half of that.
 
 use rand_chacha::ChaCha8Rng;
@@ -75,20 +75,32 @@ impl Difference {
         Some(Self { ratio, verdict, is_weak: fewest < FIRM_SAMPLES })
     }
 
+    /// The same for samples of arms that took turns, by round: a machine that is a quarter faster for some seconds is so for both
+    /// arms of a round, and that is no difference between them.
+    pub fn of_rounds(rate: &[f64], base: &[f64]) -> Option<Self> {
+        let [rate, base] = levelled([rate, base]);
+        Self::of(&rate, &base)
+    }
+
     /// No further samples are needed.
     pub fn is_precise(&self) -> bool {
         self.ratio.half_width() <= WANTED_HALF_WIDTH
     }
 }
 
-/// The samples of several arms, by round, without what all arms of a round have in common: each is divided by its round's mean
-/// over the arms, and multiplied by the mean of all rounds. A machine that is a quarter faster for some seconds is so for all
-/// arms of a round. Rounds that some arm lacks are left out.
-pub fn levelled(arms: &[Vec<f64>]) -> Vec<Vec<f64>> {
-    let rounds = arms.iter().map(Vec::len).min().unwrap_or(0);
-    let level = |round: usize| arms.iter().map(|arm| arm[round].ln()).sum::<f64>() / arms.len() as f64;
-    let all = (0..rounds).map(level).sum::<f64>() / rounds.max(1) as f64;
-    arms.iter().map(|arm| (0..rounds).map(|round| arm[round] * (all - level(round)).exp()).collect()).collect()
+/// The samples of two arms, by round, without what both of a round have in common. Rounds that one lacks are left out.
+///
+/// The round's mean holds half of each arm's own noise, so what is left is too quiet and no longer independent from arm to arm. It
+/// is scaled up to the spread that it had, so that an unpaired bootstrap of it is as wide as it must be.
+fn levelled(arms: [&[f64]; 2]) -> [Vec<f64>; 2] {
+    let rounds: Vec<[f64; 2]> = arms[0].iter().zip(arms[1]).map(|(a, b)| [a.ln(), b.ln()]).collect();
+    let levels: Vec<f64> = rounds.iter().map(|[a, b]| (a + b) / 2.0).collect();
+    let usual = median(&levels).unwrap_or(0.0);
+    [0, 1].map(|arm| {
+        let logs: Vec<f64> = rounds.iter().zip(&levels).map(|(round, level)| round[arm] - level + usual).collect();
+        let middle = median(&logs).unwrap_or(0.0);
+        logs.iter().map(|log| (middle + 2f64.sqrt() * (log - middle)).exp()).collect()
+    })
 }
 
 /// Median of `values`; `None` of none.
@@ -200,9 +212,9 @@ mod tests {
                     let sample = self.sample(rates[arm]);
                     arms[arm].push(sample);
                 }
-                let level = levelled(&arms);
-                let difference = Difference::of(&level[2], &level[1]).expect("samples");
-                if level[0].len() >= FIRM_SAMPLES && (difference.is_precise() || level[0].len() == 11) {
+                let difference = Difference::of_rounds(&arms[2], &arms[1]).expect("samples");
+                let rounds = arms[0].len();
+                if rounds >= FIRM_SAMPLES && (difference.is_precise() || rounds == 11) {
                     return difference.verdict;
                 }
             }
@@ -233,13 +245,16 @@ mod tests {
 
     #[test]
     fn what_a_round_has_in_common_is_no_difference() {
-        let arms = [vec![100.0, 125.0, 100.0], vec![90.0, 112.5, 90.0, 7.0]];
-        let level = levelled(&arms);
-        let rate = 100.0 * 1.25f64.powf(1.0 / 3.0);
+        let level = levelled([&[100.0, 125.0, 100.0], &[81.0, 101.25, 81.0, 7.0]]);
         for round in 0..3 {
-            assert!((level[0][round] - rate).abs() < 1e-9 && (level[1][round] - 0.9 * rate).abs() < 1e-9, "{level:?}");
+            assert!((level[0][round] - 100.0).abs() < 1e-9 && (level[1][round] - 81.0).abs() < 1e-9, "{level:?}");
         }
         assert_eq!(level[1].len(), 3, "the first arm has no fourth round");
+        // Noise of one arm alone: half of it goes to the other, and both are spread to what they were.
+        let [a, b] = levelled([&[100.0, 100.0, 121.0], &[100.0; 3]]);
+        let spread = 1.1f64.powf(2f64.sqrt());
+        assert!((a[2] / 100.0 - spread).abs() < 1e-9 && (b[2] * spread / 100.0 - 1.0).abs() < 1e-9, "{a:?} {b:?}");
+        assert_eq!(Difference::of_rounds(&[], &[1.0]), None);
     }
 
     #[test]

@@ -108,22 +108,20 @@ impl Task {
         }
     }
 
-    /// As the CPU device picks: urgent ones first, then what engines wait for, then those of older steps; a join, whose
-    /// operation is over, before other work.
-    fn rank(&self) -> (Priority, bool, StepId, u64) {
+    /// Its place among those of its step: joins first, then in order.
+    fn place(&self) -> (StepId, bool, u64) {
         match &self.what {
-            What::Work { work, .. } => (work.priority, !work.feeds, work.run.id(), 1 + self.number),
-            What::Join { step, priority, .. } => (*priority, false, *step, 0),
+            What::Work { work, .. } => (work.run.id(), true, self.number),
+            What::Join { step, .. } => (*step, false, self.number),
         }
     }
 
-    /// Work of one step is done in order.
-    fn comes_before(&self, other: &Self) -> bool {
-        match (&self.what, &other.what) {
-            (What::Work { work, .. }, What::Work { work: later, .. }) => {
-                work.run.id() == later.run.id() && self.number < other.number
-            }
-            _ => false,
+    /// Of several steps' first tasks, as the CPU device has it: urgent ones, then what engines or others wait for, then those of
+    /// older steps.
+    fn rank(&self) -> (Priority, bool, StepId) {
+        match &self.what {
+            What::Work { work, .. } => (work.priority, !work.feeds, work.run.id()),
+            What::Join { step, priority, .. } => (*priority, false, *step),
         }
     }
 }
@@ -240,13 +238,19 @@ impl Inner {
             };
             let queue = &mut self.units[device].queue;
             let may_go = |task: &Task| waits_for.is_none_or(|operation| task.operation() == Some(operation));
-            // Engines take what comes, in its order.
-            let is_turn = |task: &Task| device != PRIMARY || !queue.iter().any(|other| other.comes_before(task));
-            let candidates = (0..queue.len()).filter(|index| may_go(&queue[*index]) && is_turn(&queue[*index]));
-            let next = candidates.min_by_key(|index| match device {
-                PRIMARY => queue[*index].rank(),
-                _ => (Priority::Decode, false, StepId(0), queue[*index].number),
-            });
+            let ready = || (0..queue.len()).filter(|index| may_go(&queue[*index]));
+            let next = match device {
+                PRIMARY => {
+                    let mut firsts: BTreeMap<StepId, usize> = BTreeMap::new();
+                    for index in ready() {
+                        let first = firsts.entry(queue[index].place().0).or_insert(index);
+                        *first = if queue[index].place() < queue[*first].place() { index } else { *first };
+                    }
+                    firsts.into_values().min_by_key(|index| queue[*index].rank())
+                }
+                // Engines take what comes, in its order.
+                _ => ready().min_by_key(|index| queue[*index].number),
+            };
             let Some(next) = next else { continue };
             let task = queue.remove(next);
             let (ms, failure) = self.cost(device, &task);
@@ -334,7 +338,7 @@ impl Inner {
     }
 
     fn done(&mut self, prices: &Arc<Prices>, work: Work, elapsed_ns: Vec<u64>, failure: Option<String>) -> bool {
-        let Work { run, nodes, part, priority, feeds: _, done } = work;
+        let Work { run, nodes, part, priority, done, .. } = work;
         let step = run.id();
         // Whoever takes the report wants the step for itself.
         drop(run);

@@ -13,6 +13,8 @@ mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
+use std::ops::Range;
+
 use crate::heads::{self, CHAIN, LANES};
 use crate::level::{compiled_per_level, dispatch};
 use crate::parallel::{Disjoint, run_tasks};
@@ -125,7 +127,7 @@ impl<'a> RoundedRows<'a> {
     }
 
     /// Where a chain's pairs lie in a row.
-    pub(crate) fn chain(self, chain: usize) -> std::ops::Range<usize> {
+    pub(crate) fn chain(self, chain: usize) -> Range<usize> {
         chain * PAIRS..self.shape.width.min((chain + 1) * PAIRS)
     }
 }
@@ -190,33 +192,31 @@ fn words_mut(pairs: &mut [u32]) -> &mut [f32] {
     unsafe { std::slice::from_raw_parts_mut(pairs.as_mut_ptr().cast(), pairs.len()) }
 }
 
-/// Scores of one chain: `out[i][lane] = panel[·][lane] · rows[i]`, added to what is there unless `first`.
+/// Scores of one chain: `out[i][lane] = panel[·][lane] · rows[i][at..]`, added to what is there unless `at` is 0.
 ///
 /// - `panel`  of [`Query::panel`], with its scales
-/// - `rows`   the pairs of the same chain
+/// - `rows`   whole ones; the pairs of the panel's chain begin at `at`
 /// - `scales` of the rows in this chain
 /// - `out`    `[rows][lanes]`
 pub(crate) fn products(
     level: CpuLevel,
     (panel, q_scales): (&[u32], &[f32]),
     rows: &[&[u32]],
+    at: usize,
     scales: &[f32],
-    first: bool,
     out: &mut [f32],
 ) {
     let lanes = q_scales.len();
     assert!((lanes == 8 || lanes == LANES) && panel.len().is_multiple_of(lanes), "a panel has 8 or {LANES} lanes");
-    assert!(
-        panel.len() / lanes <= PAIRS && rows.iter().all(|row| row.len() * lanes == panel.len()),
-        "pairs of one chain"
-    );
+    let pairs = at..at + panel.len() / lanes;
+    assert!(pairs.len() <= PAIRS && rows.iter().all(|row| row.len() >= pairs.end), "pairs of one chain");
     assert!(rows.len() == scales.len() && out.len() == rows.len() * lanes, "out must be [rows][{lanes}]");
     dispatch!(
         level,
-        scalar::products(panel, q_scales, rows, scales, first, out),
-        avx2::products(panel, q_scales, rows, scales, first, out),
-        avx2::products(panel, q_scales, rows, scales, first, out),
-        vnni::products(panel, q_scales, rows, scales, first, out)
+        scalar::products(panel, q_scales, rows, pairs, scales, out),
+        avx2::products(panel, q_scales, rows, pairs, scales, out),
+        avx2::products(panel, q_scales, rows, pairs, scales, out),
+        vnni::products(panel, q_scales, rows, pairs, scales, out)
     );
 }
 
@@ -268,35 +268,37 @@ fn round_shares_body<const FMA: bool>(p: &[f32], scales: &[f32], lanes: usize, s
     }
 }
 
-/// `out[h] = fade[h] · out[h] + Σ_i p[i][h] · scales[i] · rows[i]` for the channels of `rows`, which belong to one chain.
+/// `out[h] = fade[h] · out[h] + Σ_i p[i][h] · scales[i] · rows[i]` for the channels of `pairs`, which belong to one chain.
 ///
 /// - `p`      `[rows][lanes]`, not negative
-/// - `rows`   pairs, up to 64 rows of a multiple of [`STEP`]
+/// - `rows`   whole ones, up to 64; if their number is odd, any other row after them
+/// - `pairs`  a multiple of [`STEP`]
 /// - `scales` of the rows in this chain
+/// - `shares` what is left from the last call
 /// - `out`    heads, `stride` numbers apart
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
 pub(crate) fn add_weighted(
     level: CpuLevel,
     p: &[f32],
     rows: &[&[u32]],
+    pairs: Range<usize>,
     scales: &[f32],
     fade: &[f32; LANES],
+    shares: &mut Shares,
     stride: usize,
     out: &mut [f32],
 ) {
-    let (lanes, width) = (p.len() / rows.len(), rows[0].len());
-    assert!(rows.len() == scales.len() && rows.len() <= MOST_ROWS && p.len() == rows.len() * lanes && lanes <= LANES);
-    assert!(width.is_multiple_of(STEP) && rows.iter().all(|row| row.len() == width) && stride >= 2 * width);
-    let mut shares = Shares::default();
-    round_shares(level, p, scales, lanes, &mut shares);
-    // A row that is missing in the last pair has the share 0, whatever stands for it.
-    let mut padded = [rows[rows.len() - 1]; MOST_ROWS];
-    padded[..rows.len()].copy_from_slice(rows);
-    let (pairs, _) = padded[..rows.len().next_multiple_of(2)].as_chunks::<2>();
+    let lanes = p.len() / scales.len();
+    assert!(rows.len() == scales.len().next_multiple_of(2) && rows.len() <= MOST_ROWS);
+    assert!(p.len() == scales.len() * lanes && lanes <= LANES && stride >= 2 * pairs.len());
+    assert!(pairs.len().is_multiple_of(STEP) && rows.iter().all(|row| row.len() >= pairs.end));
+    round_shares(level, p, scales, lanes, shares);
+    let (rows, _) = rows.as_chunks::<2>();
     dispatch!(
         level,
-        scalar::add_weighted(&shares, lanes, pairs, fade, stride, out),
-        avx2::add_weighted(&shares, lanes, pairs, fade, stride, out),
-        avx2::add_weighted(&shares, lanes, pairs, fade, stride, out),
-        vnni::add_weighted(&shares, lanes, pairs, fade, stride, out)
+        scalar::add_weighted(shares, lanes, rows, pairs, fade, stride, out),
+        avx2::add_weighted(shares, lanes, rows, pairs, fade, stride, out),
+        avx2::add_weighted(shares, lanes, rows, pairs, fade, stride, out),
+        vnni::add_weighted(shares, lanes, rows, pairs, fade, stride, out)
     );
 }

@@ -1,6 +1,7 @@
 //! CPU levels: which instructions a kernel may use. Detected once, when the program runs.
 
 use std::str::FromStr;
+use std::sync::LazyLock;
 
 /// Of the bits that kernels give. Kept prefixes outlive the build that computed them, and one that gives other bits must not
 /// go on from them. So whoever changes the order of a sum or a rounding, in any class, raises this number;
@@ -38,21 +39,25 @@ impl CpuLevel {
     }
 
     /// Whether this CPU has the instructions of the level.
+    #[inline]
     pub fn is_available(self) -> bool {
+        /// Asked at every call of a kernel, so it must be one load.
+        static LEVELS: LazyLock<[bool; 4]> = LazyLock::new(|| CpuLevel::ALL.map(CpuLevel::detect));
+        LEVELS[self as usize]
+    }
+
+    fn detect(self) -> bool {
         match self {
             Self::Scalar => true,
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => {
-                // The standard library asks the CPU once and caches the answer.
                 is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => Self::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
+            Self::Avx512 => Self::Avx2.detect() && is_x86_feature_detected!("avx512f"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Vnni => {
-                Self::Avx512.is_available()
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512vnni")
+                Self::Avx512.detect() && is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vnni")
             }
             #[cfg(not(target_arch = "x86_64"))]
             Self::Avx2 | Self::Avx512 | Self::Avx512Vnni => false,

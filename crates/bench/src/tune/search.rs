@@ -190,6 +190,8 @@ pub(super) struct Tuner<'a> {
     pub(super) rig: &'a mut dyn Rig,
     pub(super) options: &'a Options,
     tell: &'a mut dyn FnMut(&Progress),
+    /// How long it takes, in words.
+    estimate: String,
     pub(super) kinds: Vec<Kind>,
     pub(super) steps: Vec<Step>,
     /// Candidates that are void, by their label.
@@ -269,11 +271,12 @@ impl<'a> Tuner<'a> {
         }
         // What takes longest is looked at first.
         kinds.sort_by(|a, b| b.total_ms().total_cmp(&a.total_ms()));
-        Ok(Self { rig, options, tell, kinds, steps: Vec::new(), void: BTreeSet::new(), num_samples: 0 })
+        let estimate = String::new();
+        Ok(Self { rig, options, tell, estimate, kinds, steps: Vec::new(), void: BTreeSet::new(), num_samples: 0 })
     }
 
     pub(super) fn progress(&mut self, step: String, done: usize, of: usize) {
-        (self.tell)(&Progress { step, done, of });
+        (self.tell)(&Progress { step: format!("{}{step}", self.estimate), done, of });
     }
 
     /// Whole tiles and the token that starts decoding.
@@ -286,9 +289,9 @@ impl<'a> Tuner<'a> {
         self.aligned() as f64 / tps * 1e3
     }
 
-    /// Asks for consent where a run would be long: the cost of a baseline's sample, and how many there may be.
+    /// Says how long a run will be, and asks for consent where that is long: the cost of a baseline's sample, and how many there
+    /// may be.
     fn estimate(&mut self) -> Result<(), BenchError> {
-        let Some(most) = self.options.max_estimate_s else { return Ok(()) };
         let pass =
             Pass { arms: vec![Arm::Stock, Arm::Matched], prompts: vec![self.aligned()], reversed: false, fresh: false };
         self.progress("how long a sample takes".to_owned(), 0, 1);
@@ -302,7 +305,12 @@ impl<'a> Tuner<'a> {
         let verification = (4 * 2 * options.verify_rounds[0]) as f64;
         let seconds =
             arms as f64 * (load_s + options.search_rounds as f64 * measure_s) + verification * (load_s + measure_s);
-        if seconds > most { Err(BenchError::NeedsConsent { minutes: (seconds / 60.0).ceil() as u64 }) } else { Ok(()) }
+        let minutes = (seconds / 60.0).ceil() as u64;
+        if options.max_estimate_s.is_some_and(|most| seconds > most) {
+            return Err(BenchError::NeedsConsent { minutes });
+        }
+        self.estimate = if minutes > 0 { format!("about {minutes} minutes in all; ") } else { String::new() };
+        Ok(())
     }
 
     /// Measures arms in turn on the aligned prompt, the first of them, which they are compared with, before and after every two of

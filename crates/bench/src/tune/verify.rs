@@ -24,7 +24,7 @@ impl Entry {
     }
 
     fn over(&self, base: &Self, prompt: usize) -> Option<Difference> {
-        Difference::of(&self.tps[prompt], &base.tps[prompt])
+        Difference::of_rounds(&self.tps[prompt], &base.tps[prompt])
     }
 }
 

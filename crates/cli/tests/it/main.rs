@@ -11,3 +11,4 @@ mod ort;
 mod serving;
 mod simulation;
 mod support;
+mod tune;

@@ -1,5 +1,6 @@
 //! `--npu ort`: without the library everything serves; with it (`cargo xtask ort`) nano runs on it.
 
+use crate::serving::Server;
 use crate::support::troika;
 
 const BENCH: [&str; 9] =
@@ -29,6 +30,18 @@ fn a_missing_library_is_a_state_and_no_failure() {
     for part in ["ort   unavailable: ", "cannot dynamically load"] {
         assert!(devices.contains(part), "{devices}");
     }
+}
+
+#[test]
+fn a_server_without_the_library_serves() {
+    let server = Server::start_with(&["--npu", "ort:lib=/nowhere/libonnxruntime.so", "--hybrid", "on"]);
+    let (head, health) = server.request("GET", "/health", "");
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}{health}");
+    let (_, status) = server.request("GET", "/troika/status", "");
+    assert!(status.contains("unavailable(engine ort: ONNX Runtime cannot be opened"), "{status}");
+    let body = r#"{"model": "nano", "prompt": "Once", "max_tokens": 2, "temperature": 0}"#;
+    let (head, answer) = server.request("POST", "/v1/completions", body);
+    assert!(head.starts_with("HTTP/1.1 200") && answer.contains("\"completion_tokens\":2"), "{head}{answer}");
 }
 
 fn installed(settings: &str) -> String {

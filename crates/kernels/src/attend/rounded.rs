@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::{BLOCK, CHANNELS, FEW, QUERIES, finish, scale, softmax, start};
 use crate::heads::{CHAIN, LANES, padded, panels};
-use crate::int16::{Query, Rounded, RoundedRows, add_weighted, pairs_of, products};
+use crate::int16::{PAIRS, Query, Rounded, RoundedRows, Shares, add_weighted, pairs_of, products};
 use crate::parallel::{Disjoint, Serial, run_tasks};
 use crate::scratch::Scratch;
 use crate::{CpuLevel, Ctx, RowList};
@@ -139,18 +139,35 @@ pub fn attend_rounded<'a>(
     });
 }
 
-/// Up to [`BLOCK`] rounded rows, in one chain of channels: pairs and scales. Places after the last row are empty.
-fn block<'a>(
-    rows: RoundedRows<'a>,
-    count: usize,
-    pairs: Range<usize>,
-    chain: usize,
-    number: impl Fn(usize) -> usize,
-) -> ([&'a [u32]; BLOCK], [f32; BLOCK]) {
-    (
-        array::from_fn(|i| if i < count { &rows.row(number(i))[pairs.clone()] } else { [].as_slice() }),
-        array::from_fn(|i| if i < count { rows.scale(number(i), chain) } else { 0.0 }),
-    )
+/// Up to [`BLOCK`] rounded rows, one after another.
+struct Block<'a> {
+    all: RoundedRows<'a>,
+    numbers: [usize; BLOCK],
+    /// Places after the last hold another row.
+    rows: [&'a [u32]; BLOCK],
+    len: usize,
+}
+
+impl<'a> Block<'a> {
+    /// The rows `first..n`, or some of them, by their numbers among `all`.
+    fn new(all: RoundedRows<'a>, first: usize, n: usize, number: impl Fn(usize) -> usize) -> Self {
+        let len = BLOCK.min(n - first);
+        let numbers = array::from_fn(|i| number(if i < len { first + i } else { first }));
+        Self { all, numbers, rows: numbers.map(|number| all.row(number)), len }
+    }
+
+    fn rows(&self) -> &[&'a [u32]] {
+        &self.rows[..self.len]
+    }
+
+    /// A whole number of pairs.
+    fn row_pairs(&self) -> &[&'a [u32]] {
+        &self.rows[..self.len.next_multiple_of(2)]
+    }
+
+    fn scales(&self, chain: usize) -> [f32; BLOCK] {
+        self.numbers.map(|number| self.all.scale(number, chain))
+    }
 }
 
 /// One query, which sees `n` of `rows`, on the caller's thread.
@@ -172,14 +189,15 @@ fn attend_query(
     start(sink, max, sum);
     let mut total = Scratch::new(heads * stride);
     total.fill(0.0);
+    let mut shares = Shares::default();
     for first in (0..n).step_by(BLOCK) {
-        let count = BLOCK.min(n - first);
+        let block = Block::new(rows, first, n, &number);
         for (head, lanes) in panels(padded) {
             let mut scores = [0.0; BLOCK * LANES];
-            let scores = &mut scores[..count * lanes];
+            let scores = &mut scores[..block.len * lanes];
             for chain in 0..d.div_ceil(CHAIN) {
-                let (pairs, scales) = block(rows, count, rows.chain(chain), chain, |i| number(first + i));
-                products(level, query.panel(head, lanes, chain), &pairs[..count], &scales[..count], chain == 0, scores);
+                let scales = &block.scales(chain)[..block.len];
+                products(level, query.panel(head, lanes, chain), block.rows(), chain * PAIRS, scales, scores);
             }
             let mut fade = [0.0; LANES];
             softmax(
@@ -193,15 +211,15 @@ fn attend_query(
             );
             let total = &mut total[head * stride..heads.min(head + lanes) * stride];
             for chain in 0..d.div_ceil(CHAIN) {
-                let (pairs, scales) = block(rows, count, rows.chain(chain), chain, |i| number(first + i));
+                let (pairs, scales) = (rows.chain(chain), &block.scales(chain)[..block.len]);
                 let total = &mut total[chain * CHAIN..];
-                add_weighted(level, scores, &pairs[..count], &scales[..count], &fade, stride, total);
+                add_weighted(level, scores, block.row_pairs(), pairs, scales, &fade, &mut shares, stride, total);
             }
         }
     }
-    finish(sum, stride, &mut total);
-    for (out, total) in out.chunks_exact_mut(d).zip(total.chunks_exact(stride)) {
-        out.copy_from_slice(&total[..d]);
+    for ((out, total), sum) in out.chunks_exact_mut(d).zip(total.chunks_exact(stride)).zip(sum) {
+        let share = 1.0 / *sum;
+        out.iter_mut().zip(total).for_each(|(out, total)| *out = total * share);
     }
 }
 
@@ -220,14 +238,14 @@ fn attend_divided(ctx: Ctx, q: &[f32], sink: &[f32], all: &Rows, seen: &Seen, ou
         n,
         |i| all.row(seen.number(all, i)),
         |first, rows| {
+            let block = Block::new(rows, 0, rows.len(), |i| i);
             for (head, lanes) in panels(padded) {
                 let start = head * n + first * lanes;
                 // SAFETY: the callback comes once for every row; calls differ in their rows, panels do not overlap.
                 let scores = unsafe { pieces.piece(start..start + rows.len() * lanes) };
                 for chain in 0..chains {
-                    let (pairs, scales) = block(rows, rows.len(), rows.chain(chain), chain, |i| i);
-                    let (pairs, scales) = (&pairs[..rows.len()], &scales[..rows.len()]);
-                    products(ctx.level, query.panel(head, lanes, chain), pairs, scales, chain == 0, scores);
+                    let scales = &block.scales(chain)[..block.len];
+                    products(ctx.level, query.panel(head, lanes, chain), block.rows(), chain * PAIRS, scales, scores);
                 }
             }
         },
@@ -247,16 +265,16 @@ fn attend_divided(ctx: Ctx, q: &[f32], sink: &[f32], all: &Rows, seen: &Seen, ou
         start(sink, max, sum);
         let mut total = Scratch::new(sink.len() * width);
         total.fill(0.0);
+        let mut shares = Shares::default();
         for first in (0..n).step_by(BLOCK) {
-            let count = BLOCK.min(n - first);
+            let block = Block::new(rows.view(), first, n, |i| i);
             let mut p = [0.0; BLOCK * LANES];
-            let p = &mut p[..count * lanes];
-            p.copy_from_slice(&scores[head * n + first * lanes..][..count * lanes]);
+            let p = &mut p[..block.len * lanes];
+            p.copy_from_slice(&scores[head * n + first * lanes..][..block.len * lanes]);
             let mut fade = [0.0; LANES];
             softmax(ctx.level, p, lanes, scale(d), max, sum, &mut fade);
-            let pairs = channels.start / 2..channels.end / 2;
-            let (pairs, scales) = block(rows.view(), count, pairs, chain, |i| first + i);
-            add_weighted(ctx.level, p, &pairs[..count], &scales[..count], &fade, width, &mut total);
+            let (pairs, scales) = (channels.start / 2..channels.end / 2, &block.scales(chain)[..block.len]);
+            add_weighted(ctx.level, p, block.row_pairs(), pairs, scales, &fade, &mut shares, width, &mut total);
         }
         finish(sum, width, &mut total);
         for (h, total) in total.chunks_exact(width).enumerate() {

@@ -1,6 +1,7 @@
 //! Products of rounded rows with AVX2: sums of two products at once.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use super::{LANES, STEP, Shares};
 
@@ -36,18 +37,25 @@ fn sixteen(x: &[f32; 16], factor: f32, place: &mut [u32; 8]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn products(panel: &[u32], q_scales: &[f32], rows: &[&[u32]], scales: &[f32], first: bool, out: &mut [f32]) {
+pub(super) fn products(
+    panel: &[u32],
+    q_scales: &[f32],
+    rows: &[&[u32]],
+    pairs: Range<usize>,
+    scales: &[f32],
+    out: &mut [f32],
+) {
     let lanes = q_scales.len();
     let mut i = 0;
     while i < rows.len() {
         let (rows, scales, out) = (&rows[i..], &scales[i..], &mut out[i * lanes..]);
         i += match (lanes, rows.len()) {
-            (8, 6..) => tile::<1, 6>(panel, q_scales, rows, scales, first, out),
-            (8, 3..) => tile::<1, 3>(panel, q_scales, rows, scales, first, out),
-            (8, _) => tile::<1, 1>(panel, q_scales, rows, scales, first, out),
-            (_, 5..) => tile::<2, 5>(panel, q_scales, rows, scales, first, out),
-            (_, 2..) => tile::<2, 2>(panel, q_scales, rows, scales, first, out),
-            _ => tile::<2, 1>(panel, q_scales, rows, scales, first, out),
+            (8, 6..) => tile::<1, 6>(panel, q_scales, rows, pairs.clone(), scales, out),
+            (8, 3..) => tile::<1, 3>(panel, q_scales, rows, pairs.clone(), scales, out),
+            (8, _) => tile::<1, 1>(panel, q_scales, rows, pairs.clone(), scales, out),
+            (_, 5..) => tile::<2, 5>(panel, q_scales, rows, pairs.clone(), scales, out),
+            (_, 2..) => tile::<2, 2>(panel, q_scales, rows, pairs.clone(), scales, out),
+            _ => tile::<2, 1>(panel, q_scales, rows, pairs.clone(), scales, out),
         };
     }
 }
@@ -59,11 +67,11 @@ fn tile<const VECS: usize, const ROWS: usize>(
     panel: &[u32],
     q_scales: &[f32],
     rows: &[&[u32]],
+    pairs: Range<usize>,
     scales: &[f32],
-    first: bool,
     out: &mut [f32],
 ) -> usize {
-    let sums = chains::<VECS, ROWS>(panel, rows.first_chunk().expect("the caller has counted them"));
+    let sums = chains::<VECS, ROWS>(panel, rows.first_chunk().expect("the caller has counted them"), pairs.clone());
     assert!(out.len() >= ROWS * 8 * VECS && q_scales.len() == 8 * VECS && scales.len() >= ROWS);
     for (i, sums) in sums.into_iter().enumerate() {
         for (v, sum) in sums.into_iter().enumerate() {
@@ -72,7 +80,7 @@ fn tile<const VECS: usize, const ROWS: usize>(
                 let out = out.as_mut_ptr().add((i * VECS + v) * 8);
                 let scale = _mm256_mul_ps(_mm256_set1_ps(scales[i]), _mm256_loadu_ps(q_scales.as_ptr().add(8 * v)));
                 let sum = _mm256_cvtepi32_ps(sum);
-                let score = match first {
+                let score = match pairs.start == 0 {
                     true => _mm256_mul_ps(sum, scale),
                     false => _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(out)),
                 };
@@ -86,19 +94,22 @@ fn tile<const VECS: usize, const ROWS: usize>(
 /// The loop where the time goes. On its own, so that the compiler keeps the sums in registers.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn chains<const VECS: usize, const ROWS: usize>(panel: &[u32], rows: &[&[u32]; ROWS]) -> [[__m256i; VECS]; ROWS] {
-    let pairs = rows[0].len();
-    assert!(panel.len() == pairs * 8 * VECS && rows.iter().all(|row| row.len() == pairs));
+fn chains<const VECS: usize, const ROWS: usize>(
+    panel: &[u32],
+    rows: &[&[u32]; ROWS],
+    pairs: Range<usize>,
+) -> [[__m256i; VECS]; ROWS] {
+    assert!(panel.len() == pairs.len() * 8 * VECS && rows.iter().all(|row| row.len() >= pairs.end));
     let mut acc = [[_mm256_setzero_si256(); VECS]; ROWS];
-    for k in 0..pairs {
+    for k in 0..pairs.len() {
         let mut q = [_mm256_setzero_si256(); VECS];
         for (v, q) in q.iter_mut().enumerate() {
-            // SAFETY: pair k < pairs, so its lanes lie inside `panel` (asserted above).
+            // SAFETY: pair k < pairs.len(), so its lanes lie inside `panel` (asserted above).
             *q = unsafe { _mm256_loadu_si256(panel.as_ptr().add((k * VECS + v) * 8).cast()) };
         }
         for (acc, row) in acc.iter_mut().zip(rows) {
-            // SAFETY: k < pairs, the length of the row (asserted above).
-            let x = _mm256_set1_epi32(unsafe { *row.get_unchecked(k) } as i32);
+            // SAFETY: pairs.start + k < pairs.end, at most the length of the row (asserted above).
+            let x = _mm256_set1_epi32(unsafe { *row.get_unchecked(pairs.start + k) } as i32);
             for (acc, &q) in acc.iter_mut().zip(&q) {
                 *acc = _mm256_add_epi32(*acc, _mm256_madd_epi16(x, q));
             }
@@ -112,25 +123,26 @@ pub(super) fn add_weighted(
     shares: &Shares,
     lanes: usize,
     rows: &[[&[u32]; 2]],
+    pairs: Range<usize>,
     fade: &[f32; LANES],
     stride: usize,
     out: &mut [f32],
 ) {
     let heads = out.len().div_ceil(stride);
-    for c in (0..rows[0][0].len()).step_by(STEP / 2) {
+    for c in (0..pairs.len()).step_by(STEP / 2) {
         let mut h = 0;
         while h < heads {
             let out = &mut out[h * stride..];
             h += match heads - h {
-                1 => weighted::<1>(shares, h, lanes, rows, c, fade, stride, out),
-                2 | 3 => weighted::<2>(shares, h, lanes, rows, c, fade, stride, out),
-                _ => weighted::<4>(shares, h, lanes, rows, c, fade, stride, out),
+                1 => weighted::<1>(shares, h, lanes, rows, pairs.start, c, fade, stride, out),
+                2 | 3 => weighted::<2>(shares, h, lanes, rows, pairs.start, c, fade, stride, out),
+                _ => weighted::<4>(shares, h, lanes, rows, pairs.start, c, fade, stride, out),
             };
         }
     }
 }
 
-/// Pairs `c..c + 8` of `H` heads from `first` on; returns `H`.
+/// Of the pairs from `start` on, `c..c + 8` of `H` heads from `first` on; returns `H`.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 #[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
@@ -139,6 +151,7 @@ fn weighted<const H: usize>(
     first: usize,
     lanes: usize,
     rows: &[[&[u32]; 2]],
+    start: usize,
     c: usize,
     fade: &[f32; LANES],
     stride: usize,
@@ -149,10 +162,11 @@ fn weighted<const H: usize>(
     );
     let mut acc = [[_mm256_setzero_si256(); 2]; H];
     for (i, [a, b]) in rows.iter().enumerate() {
-        assert!(c + 8 <= a.len() && c + 8 <= b.len());
-        // SAFETY: c + 8 is at most the length of both rows (asserted above).
-        let (a, b) =
-            unsafe { (_mm256_loadu_si256(a.as_ptr().add(c).cast()), _mm256_loadu_si256(b.as_ptr().add(c).cast())) };
+        assert!(start + c + 8 <= a.len() && start + c + 8 <= b.len());
+        // SAFETY: start + c + 8 is at most the length of both rows (asserted above).
+        let (a, b) = unsafe {
+            (_mm256_loadu_si256(a.as_ptr().add(start + c).cast()), _mm256_loadu_si256(b.as_ptr().add(start + c).cast()))
+        };
         let x = [_mm256_unpacklo_epi16(a, b), _mm256_unpackhi_epi16(a, b)];
         for (h, acc) in acc.iter_mut().enumerate() {
             // SAFETY: first + h < lanes and i < rows.len(), so the index lies inside of the pairs (asserted above).

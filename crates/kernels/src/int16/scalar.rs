@@ -1,5 +1,7 @@
 //! Products of rounded rows in plain Rust.
 
+use std::ops::Range;
+
 use super::{LANES, Shares};
 use crate::rounding::ROUND;
 
@@ -14,11 +16,18 @@ pub(super) fn round(x: &[f32], factor: f32, pairs: &mut [u32]) {
     }
 }
 
-pub(super) fn products(panel: &[u32], q_scales: &[f32], rows: &[&[u32]], scales: &[f32], first: bool, out: &mut [f32]) {
+pub(super) fn products(
+    panel: &[u32],
+    q_scales: &[f32],
+    rows: &[&[u32]],
+    pairs: Range<usize>,
+    scales: &[f32],
+    out: &mut [f32],
+) {
     let lanes = q_scales.len();
     for ((row, scale), out) in rows.iter().zip(scales).zip(out.chunks_exact_mut(lanes)) {
         let mut sums = [0i32; LANES];
-        for (&pair, column) in row.iter().zip(panel.chunks_exact(lanes)) {
+        for (&pair, column) in row[pairs.clone()].iter().zip(panel.chunks_exact(lanes)) {
             let [x, y] = parts(pair);
             for (sum, &q) in sums.iter_mut().zip(column) {
                 let [a, b] = parts(q);
@@ -27,7 +36,7 @@ pub(super) fn products(panel: &[u32], q_scales: &[f32], rows: &[&[u32]], scales:
         }
         for ((out, sum), q_scale) in out.iter_mut().zip(sums).zip(q_scales) {
             let product = sum as f32 * (scale * q_scale);
-            *out = if first { product } else { *out + product };
+            *out = if pairs.start == 0 { product } else { *out + product };
         }
     }
 }
@@ -36,16 +45,17 @@ pub(super) fn add_weighted(
     shares: &Shares,
     lanes: usize,
     rows: &[[&[u32]; 2]],
+    pairs: Range<usize>,
     fade: &[f32; LANES],
     stride: usize,
     out: &mut [f32],
 ) {
     for (h, out) in out.chunks_mut(stride).enumerate() {
-        for c in 0..rows[0][0].len() {
+        for (c, pair) in pairs.clone().enumerate() {
             let mut sums = [0i32; 2];
             for ([a, b], shares) in rows.iter().zip(shares.pairs.chunks_exact(lanes)) {
                 let [first, second] = parts(shares[h]);
-                for (sum, (a, b)) in sums.iter_mut().zip(parts(a[c]).into_iter().zip(parts(b[c]))) {
+                for (sum, (a, b)) in sums.iter_mut().zip(parts(a[pair]).into_iter().zip(parts(b[pair]))) {
                     *sum += first * a + second * b;
                 }
             }

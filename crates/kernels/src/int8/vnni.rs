@@ -13,6 +13,13 @@ use super::{GROUP, ROW_BLOCK, STRIP, XBlock};
 /// Outputs of both strips.
 const OUTPUTS: usize = 2 * STRIP;
 
+/// Sums of both strips for one row. A register in memory, which must not lie across two cache lines.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Sums([f32; OUTPUTS]);
+
+const ZERO: Sums = Sums([0.0; OUTPUTS]);
+
 /// Sums of both strips for the rows of a block, overwritten; false, and nothing is done, if the two are stored in
 /// different ways.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
@@ -20,12 +27,12 @@ pub(super) fn multiply_two(w: [&Strip; 2], x: XBlock, a: &mut [[f32; STRIP]], b:
     assert!(a.len() == b.len() && a.len() <= ROW_BLOCK);
     if let ([a], [b]) = (&mut *a, &mut *b) {
         // One row: its sums stay in a register.
-        let mut total = [[0.0; OUTPUTS]];
+        let mut total = [ZERO];
         let done = add_products(w, x, &mut total);
         split(&total[0], a, b);
         return done;
     }
-    let mut sums = [[0.0; OUTPUTS]; ROW_BLOCK];
+    let mut sums = [ZERO; ROW_BLOCK];
     let done = add_products(w, x, &mut sums[..a.len()]);
     for ((sums, a), b) in sums.iter().zip(a).zip(b) {
         split(sums, a, b);
@@ -33,7 +40,7 @@ pub(super) fn multiply_two(w: [&Strip; 2], x: XBlock, a: &mut [[f32; STRIP]], b:
     done
 }
 
-fn split(sums: &[f32; OUTPUTS], a: &mut [f32; STRIP], b: &mut [f32; STRIP]) {
+fn split(Sums(sums): &Sums, a: &mut [f32; STRIP], b: &mut [f32; STRIP]) {
     let (low, high) = sums.split_at(STRIP);
     a.copy_from_slice(low);
     b.copy_from_slice(high);
@@ -41,7 +48,7 @@ fn split(sums: &[f32; OUTPUTS], a: &mut [f32; STRIP], b: &mut [f32; STRIP]) {
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-fn add_products(w: [&Strip; 2], x: XBlock, sums: &mut [[f32; OUTPUTS]]) -> bool {
+fn add_products(w: [&Strip; 2], x: XBlock, sums: &mut [Sums]) -> bool {
     match w {
         [Strip::Fp4 { rows: a, scales: a_scales }, Strip::Fp4 { rows: b, scales: b_scales }] => {
             fp4([a, b], [a_scales, b_scales], x, sums);
@@ -56,7 +63,7 @@ fn add_products(w: [&Strip; 2], x: XBlock, sums: &mut [[f32; OUTPUTS]]) -> bool 
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-fn fp4(rows: [&[&[u8]; STRIP]; 2], scales: [&[&[u8]; STRIP]; 2], x: XBlock, sums: &mut [[f32; OUTPUTS]]) {
+fn fp4(rows: [&[&[u8]; STRIP]; 2], scales: [&[&[u8]; STRIP]; 2], x: XBlock, sums: &mut [Sums]) {
     let groups = scales[0][0].len();
     assert!(scales.iter().all(|scales| scales.iter().all(|scales| scales.len() == groups)));
     assert!(rows.iter().all(|rows| rows.iter().all(|row| row.len() == groups * 16)));
@@ -77,7 +84,7 @@ fn fp4(rows: [&[&[u8]; STRIP]; 2], scales: [&[&[u8]; STRIP]; 2], x: XBlock, sums
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-fn packed(codes: [&[[i8; STRIP * GROUP]]; 2], scales: [&[[u16; STRIP]]; 2], x: XBlock, sums: &mut [[f32; OUTPUTS]]) {
+fn packed(codes: [&[[i8; STRIP * GROUP]]; 2], scales: [&[[u16; STRIP]]; 2], x: XBlock, sums: &mut [Sums]) {
     let [a, b] = codes;
     let ahead = AHEAD + size_of_val(a);
     for (g, ((a, b), (a_scales, b_scales))) in a.iter().zip(b).zip(scales[0].iter().zip(scales[1])).enumerate() {
@@ -96,10 +103,10 @@ fn packed(codes: [&[[i8; STRIP * GROUP]]; 2], scales: [&[[u16; STRIP]]; 2], x: X
 /// Adds the products of group `g`, whose weights are too large by the offset `zero`, to the sums of each row.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
-fn add_group(w: &[__m512i; 8], w_scale: __m512, zero: usize, x: XBlock, g: usize, sums: &mut [[f32; OUTPUTS]]) {
+fn add_group(w: &[__m512i; 8], w_scale: __m512, zero: usize, x: XBlock, g: usize, sums: &mut [Sums]) {
     let place = g * sums.len()..(g + 1) * sums.len();
     let rows = x.codes[place.clone()].iter().zip(&x.scales[place.clone()]).zip(&x.zeros[place]);
-    for (sums, ((x, x_scale), zeros)) in sums.iter_mut().zip(rows) {
+    for (Sums(sums), ((x, x_scale), zeros)) in sums.iter_mut().zip(rows) {
         let (x, _) = x.as_chunks::<4>();
         let x = |i: usize| _mm512_set1_epi32(i32::from_le_bytes(x[i].map(|x| x as u8)));
         let (mut even, mut odd) = (_mm512_set1_epi32(zeros[zero]), _mm512_setzero_si512());

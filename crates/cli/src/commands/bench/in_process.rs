@@ -22,7 +22,7 @@ use crate::{progress, report};
 /// One arm, no server and no text: to compare features, use `troika bench`. Each round runs every prompt length once, so that
 /// a slow minute of the machine touches all of them; a warm-up round of a few chunks is thrown away. Rates are medians.
 /// Loading and text handling are outside the clock.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
@@ -170,7 +170,6 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let options = args.model.runner_options(class);
     let (hybrid, wavefront) = args.tuning.apply(&model, &options, &args.hybrid, args.wavefront.steps())?;
     let (mut runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront)?;
-    let args = &Args { hybrid, ..args.clone() };
     let tokens_of = |length: &dyn Fn(u32) -> u32| -> u64 {
         args.prompt_lengths.iter().map(|n| u64::from(length(*n) + args.generate)).sum()
     };
@@ -213,7 +212,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         Some(target) => report::write_json(target, &report)?,
         None => report::print(&table(&report))?,
     }
-    args.hybrid.check_engaged(&runner.feature())?;
+    hybrid.check_engaged(&runner.feature())?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -75,9 +75,10 @@ pub(super) fn open(places: &[PathBuf]) -> Result<Library, String> {
                 return Ok(library);
             }
             Err(ort::LoadDynamicError::Dlopen { error, path }) => {
-                // Only what lies behind it says what the system did not like.
+                // Only what lies behind it says what the system did not like, and mostly of which file.
                 let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
-                reasons.push(format!("{}: {why}", path.display()));
+                let path = path.to_string_lossy();
+                reasons.push(if why.contains(&*path) { why } else { format!("{path}: {why}") });
             }
             Err(error) => reasons.push(error.to_string()),
         }
@@ -132,7 +133,8 @@ fn resolve(place: &Path) -> Result<PathBuf, String> {
 
 /// Where a folder may hold the library: a Python environment, its packages, the package, or the folder itself.
 fn folders(place: &Path) -> Vec<PathBuf> {
-    let mut folders = vec![place.to_owned(), place.join("capi"), place.join("onnxruntime/capi"), place.join("lib")];
+    let below = ["", "capi", "onnxruntime/capi", "lib", "Lib/site-packages/onnxruntime/capi"];
+    let mut folders: Vec<PathBuf> = below.iter().map(|below| place.join(below)).collect();
     let pythons = fs::read_dir(place.join("lib")).into_iter().flatten().flatten();
     folders.extend(pythons.map(|python| python.path().join("site-packages/onnxruntime/capi")));
     folders
