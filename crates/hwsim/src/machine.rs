@@ -422,7 +422,7 @@ impl Machine {
             step: run.step,
             honour_step: run.honour_step,
             block: run.block,
-            cache: false,
+            cache: true,
             snapshot_spacing: run.plan.tile,
         };
         Geometry::resolve(&request, |_| true)
@@ -600,6 +600,7 @@ impl Session<'_> {
         let instances = machine.profile.engines.instances;
         let operation_records = by_operation.iter().map(|(operation, usage)| OperationRecord {
             operation,
+            basis: machine.profile.basis(operation).expect("what was charged has a price"),
             primary_ms: Predicted(usage.device_ms[0]),
             engines_ms: Predicted(usage.device_ms[1..=instances].iter().sum()),
             cpu_ms: Predicted(usage.device_ms[1 + instances..].iter().sum()),

@@ -308,13 +308,13 @@ fn details(one: &Prediction) -> String {
     let widths: Vec<String> = one.widths.iter().map(|(rows, steps)| format!("{steps} of {rows} rows")).collect();
     let _ = writeln!(text, "steps: {}", widths.join(", "));
     let _ = writeln!(text, "operations: {} dispatched, {} planned: {}", one.dispatched, one.planned, one.verdict);
-    let [operation, primary, engines, cpu, join] = ["operation", "primary ms", "engines ms", "cpu ms", "join ms"];
-    let _ = writeln!(text, "\n{operation:<26}{primary:>12}{engines:>12}{cpu:>12}{join:>12}   (predicted)");
+    let [operation, primary, engines, cpu, join] = ["predicted time", "primary ms", "engines ms", "cpu ms", "join ms"];
+    let _ = writeln!(text, "\n{operation:<26}{primary:>12}{engines:>12}{cpu:>12}{join:>12}  price");
     for row in &one.operations {
         let _ = writeln!(
             text,
-            "{:<26}{:>12.1}{:>12.1}{:>12.1}{:>12.1}",
-            row.operation, row.primary_ms, row.engines_ms, row.cpu_ms, row.join_ms
+            "{:<26}{:>12.1}{:>12.1}{:>12.1}{:>12.1}  {}",
+            row.operation, row.primary_ms, row.engines_ms, row.cpu_ms, row.join_ms, row.basis
         );
     }
     text + &devices(one) + &notes(one)
