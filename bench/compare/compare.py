@@ -94,7 +94,7 @@ def main():
     parser.add_argument("--generate", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-level", choices=["scalar", "avx2", "avx512"],
+    parser.add_argument("--cpu-level", choices=["scalar", "avx2", "avx512", "avx512-vnni"],
                         help="instructions that troika uses; avx2 against a peer built for it. Without it, the best of the CPU")
     parser.add_argument("--skip-processor", action="store_true", help="leave the row of processor time out")
     parser.add_argument("--append", help="file that the table is appended to")

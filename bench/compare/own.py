@@ -89,7 +89,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long-rounds", type=int, default=3)
-    parser.add_argument("--cpu-level", choices=["scalar", "avx2", "avx512"], help="instructions to use; without it, the best of the CPU")
+    parser.add_argument("--cpu-level", choices=["scalar", "avx2", "avx512", "avx512-vnni"], help="instructions to use; without it, the best of the CPU")
     parser.add_argument("--append", help="file that the table is appended to")
     args = parser.parse_args()
 

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 
+use crate::cross::{self, Checked};
 use crate::instructions::{self, Counted};
+use crate::ort::{self, Tested};
 use crate::repo::{Repo, cargo};
 use crate::tidy;
 
@@ -19,13 +21,15 @@ enum Outcome {
 /// Runs every step; prints its name before and all times after.
 pub(crate) fn run(repo: &Repo) -> anyhow::Result<bool> {
     type Step = (&'static str, fn(&Repo) -> anyhow::Result<Outcome>);
-    let steps: [Step; 6] = [
+    let steps: [Step; 8] = [
         ("fmt", fmt),
         ("tidy", tidy_up),
         ("clippy", clippy),
         ("doc tests", doc_tests),
         ("tests", tests),
+        ("ort tests", ort_tests),
         ("counts", counts),
+        ("cross", cross),
     ];
     let mut done: Vec<(&str, Outcome, Duration)> = Vec::new();
     let mut all_passed = true;
@@ -116,11 +120,27 @@ fn tests(repo: &Repo) -> anyhow::Result<Outcome> {
     run_cargo(repo, &["test", "--workspace", "--lib", "--bins", "--tests", "--locked"])
 }
 
+fn ort_tests(repo: &Repo) -> anyhow::Result<Outcome> {
+    Ok(match ort::run(repo)? {
+        Tested::Passed => Outcome::Passed,
+        Tested::Failed => Outcome::Failed,
+        Tested::Skipped(why) => Outcome::Skipped(why),
+    })
+}
+
 fn counts(repo: &Repo) -> anyhow::Result<Outcome> {
     Ok(match instructions::run(repo, false)? {
         Counted::Same => Outcome::Passed,
         Counted::Differs => Outcome::Failed,
         Counted::Skipped(why) => Outcome::Skipped(why),
+    })
+}
+
+fn cross(repo: &Repo) -> anyhow::Result<Outcome> {
+    Ok(match cross::run(repo)? {
+        Checked::Clean => Outcome::Passed,
+        Checked::Wrong => Outcome::Failed,
+        Checked::Skipped(why) => Outcome::Skipped(why),
     })
 }
 

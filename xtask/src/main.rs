@@ -3,20 +3,26 @@
 //! Read [`ci`] for what a change must pass, [`tidy`] for the rules that no compiler checks.
 
 mod ci;
+mod cross;
 mod golden;
 mod instructions;
+mod ort;
 mod repo;
 mod tidy;
 
 use std::process::ExitCode;
 
+use cross::Checked;
 use instructions::Counted;
+use ort::Tested;
 use repo::Repo;
 
 const HELP: &str = "\
 Usage: cargo xtask CHORE
 
-  ci                      everything a change must pass: fmt, tidy, clippy, doc tests, tests
+  ci                      everything a change must pass: fmt, tidy, clippy, doc tests, tests, ort tests, counts, cross
+  cross                   type-check and lint the workspace for aarch64-apple-darwin
+  ort                     install ONNX Runtime and a neural engine's emulator under target/, and run the tests that need them
   tidy                    the rules that no compiler checks: crate arrows, licences, sources, files, links, checksums
   golden [--hf] [--write] make the oracle's files again and compare them with the committed ones
            --hf           with transformers as the second source of the logits (pulls torch); default: numpy only
@@ -43,8 +49,26 @@ fn main() -> ExitCode {
 fn run(args: &[&str]) -> anyhow::Result<bool> {
     let (chore, rest) = args.split_first().unwrap_or((&"--help", &[]));
     match *chore {
-        "ci" | "tidy" if !rest.is_empty() => anyhow::bail!("`{chore}` takes no arguments, got `{}`", rest.join(" ")),
+        "ci" | "cross" | "ort" | "tidy" if !rest.is_empty() => {
+            anyhow::bail!("`{chore}` takes no arguments, got `{}`", rest.join(" "))
+        }
         "ci" => ci::run(&Repo::find()?),
+        "cross" => Ok(match cross::run(&Repo::find()?)? {
+            Checked::Clean => true,
+            Checked::Wrong => false,
+            Checked::Skipped(why) => {
+                println!("skipped: {why}");
+                true
+            }
+        }),
+        "ort" => Ok(match ort::run(&Repo::find()?)? {
+            Tested::Passed => true,
+            Tested::Failed => false,
+            Tested::Skipped(why) => {
+                println!("skipped: {why}");
+                true
+            }
+        }),
         "tidy" => tidy::run(&Repo::find()?),
         "golden" => golden::run(&Repo::find()?, golden::Options::parse(rest)?),
         "instructions" => {

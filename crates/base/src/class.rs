@@ -12,9 +12,10 @@ pub enum NumericClass {
     /// queries Hadamard-rotated and rounded to fp4 in groups of 32 (model spec, section 4).
     Official,
     /// Activations rounded to 8 bits per token and group of 32 channels before integer products; fp4 weights as they
-    /// are, fp8 weights rounded to 8 bits per output and group of 32. Everything else as [`Self::Exact`].
+    /// are, fp8 weights rounded to 8 bits per output and group of 32. Attention rounds queries and rows to 12 bits and more,
+    /// index scores to 8. Everything else as [`Self::Exact`].
     Fast,
-    /// As [`Self::Fast`], but only products with fp4 weights are integer ones; no weight is rounded.
+    /// As [`Self::Fast`], but only products with fp4 weights are integer ones; no weight and no row is rounded.
     FastFp8Exact,
 }
 

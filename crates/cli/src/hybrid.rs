@@ -5,18 +5,26 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use troika_base::NumericClass;
-use troika_device::npu::NpuBackend;
+use troika_device::DeviceError;
+use troika_device::npu::cache::Cached;
+use troika_device::npu::ort::{Form, LIBRARY_NAME, Ort, OrtOptions, Provider};
 use troika_device::npu::soft::{Soft, SoftOptions};
+use troika_device::npu::{NpuBackend, NpuError};
 use troika_engine::{Choice, CostTable, FeatureState, HybridOptions, HybridStatus, Placement};
 use troika_graph::Kind;
+
+use crate::plan_file;
+use crate::size::Size;
 
 /// Which engines take part in prefill, and how.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct HybridArgs {
-    /// A neural engine beside the CPU: `soft`, which computes on cores of its own, optionally with `:cores=N,instances=N`.
+    /// A neural engine beside the CPU: `soft`, which computes on cores of its own, optionally with `:cores=N,instances=N`; or
+    /// `ort`, one that ONNX Runtime knows, optionally with
+    /// `:lib=PATH,provider=cpu|qnn|openvino|coreml|vitis,plugin=PATH,form=qdq|float,instances=N,threads=N,set.NAME=VALUE`.
     #[arg(long, value_name = "ENGINE")]
     npu: Option<NpuSpec>,
     /// Whether the engines of --npu take part in prefill: `auto` if prompts are predicted to be shorter with them, `on`
@@ -36,10 +44,13 @@ pub(crate) struct HybridArgs {
     /// Measure again what projections cost on each device, even if it is known from an earlier start.
     #[arg(long)]
     calibrate: bool,
-    /// Folder of what was measured, so that a restart has the same plan. Without it `troika/plans` in $XDG_CACHE_HOME, or in
-    /// ~/.cache.
+    /// Folder of what was measured, so that a restart has the same plan, and of what engines have compiled, so that it need not
+    /// be compiled again. Without it `troika/plans` in $XDG_CACHE_HOME, or in ~/.cache.
     #[arg(long, value_name = "DIR")]
     plan_dir: Option<PathBuf>,
+    /// Most that compiled programs take in that folder, such as 8G; those used longest ago go first. 0 keeps none.
+    #[arg(long, default_value = "16G", value_name = "SIZE")]
+    program_limit: Size,
     /// Fail if engines cannot take part; `bench` also fails unless they did what was planned for them.
     #[arg(long)]
     require_engaged: bool,
@@ -70,31 +81,153 @@ enum Hybrid {
 }
 
 /// An engine, as it is named on the command line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct NpuSpec(SoftOptions);
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum NpuSpec {
+    Soft(SoftOptions),
+    /// Without places if no library is named.
+    Ort(OrtOptions),
+}
 
 impl FromStr for NpuSpec {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, settings) = text.split_once(':').unwrap_or((text, ""));
-        if name != "soft" {
-            return Err(format!("unknown engine `{name}`: expected `soft`"));
+        let settings = settings.split(',').filter(|setting| !setting.is_empty());
+        let pairs = settings.map(|setting| setting.split_once('=').unwrap_or((setting, "")));
+        match name {
+            "soft" => soft_options(pairs).map(Self::Soft),
+            "ort" => ort_options(pairs).map(Self::Ort),
+            _ => Err(format!("unknown engine `{name}`: expected `soft` or `ort`")),
         }
-        let mut options = SoftOptions::default();
-        for setting in settings.split(',').filter(|setting| !setting.is_empty()) {
-            let (key, value) = setting.split_once('=').unwrap_or((setting, ""));
-            let number = match value.parse() {
-                Ok(number @ 1..=1024) => number,
-                _ => return Err(format!("{key} must be a number from 1 to 1024, not `{value}`")),
-            };
-            match key {
-                "cores" => options.cores = number,
-                "instances" => options.instances = number,
-                _ => return Err(format!("unknown setting `{key}`: expected `cores` or `instances`")),
+    }
+}
+
+fn soft_options<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<SoftOptions, String> {
+    let mut options = SoftOptions::default();
+    for (key, value) in pairs {
+        match key {
+            "cores" => options.cores = count(key, value)?,
+            "instances" => options.instances = count(key, value)?,
+            _ => return Err(format!("unknown setting `{key}`: expected `cores` or `instances`")),
+        }
+    }
+    Ok(options)
+}
+
+fn ort_options<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<OrtOptions, String> {
+    let mut options = OrtOptions {
+        places: Vec::new(),
+        provider: Provider::Cpu,
+        plugin: None,
+        form: None,
+        instances: 1,
+        threads: 1,
+        settings: BTreeMap::new(),
+    };
+    for (key, value) in pairs {
+        let path = || if value.is_empty() { Err(format!("{key} needs a path")) } else { Ok(PathBuf::from(value)) };
+        match (key, key.strip_prefix("set.")) {
+            ("lib", _) => options.places = vec![path()?],
+            ("provider", _) => options.provider = value.parse()?,
+            ("plugin", _) => options.plugin = Some(path()?),
+            ("form", _) => {
+                options.form = Some(match value {
+                    "qdq" => Form::Quantized,
+                    "float" => Form::Float,
+                    _ => return Err(format!("unknown form `{value}`: expected `qdq` or `float`")),
+                });
+            }
+            ("instances", _) => options.instances = count(key, value)?,
+            ("threads", _) => options.threads = count(key, value)?,
+            (_, Some(name)) => drop(options.settings.insert(name.to_owned(), value.to_owned())),
+            _ => {
+                return Err(format!(
+                    "unknown setting `{key}`: expected lib, provider, plugin, form, instances, threads or set.NAME"
+                ));
             }
         }
-        Ok(Self(options))
+    }
+    let refuse = |what: &str| Err(format!("{what} means nothing to provider {}", options.provider));
+    match options.provider {
+        Provider::Cpu if options.plugin.is_some() => refuse("plugin"),
+        Provider::Cpu if !options.settings.is_empty() => refuse("set.NAME"),
+        Provider::Cpu => Ok(options),
+        _ if options.threads != 1 => refuse("threads"),
+        _ => Ok(options),
+    }
+}
+
+fn count(key: &str, value: &str) -> Result<usize, String> {
+    match value.parse() {
+        Ok(number @ 1..=1024) => Ok(number),
+        _ => Err(format!("{key} must be a number from 1 to 1024, not `{value}`")),
+    }
+}
+
+/// Where ONNX Runtime is looked for if its place is not named: the one that $ORT_DYLIB_PATH names, or else the Python
+/// environment that is active, and the system's search.
+fn usual_places() -> Vec<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    match set("ORT_DYLIB_PATH") {
+        Some(path) => vec![path],
+        None => set("VIRTUAL_ENV").into_iter().chain([PathBuf::from(LIBRARY_NAME)]).collect(),
+    }
+}
+
+/// Where an engine's compiled programs are kept, and how many bytes of them at most.
+pub(crate) struct ProgramStore {
+    pub(crate) dir: PathBuf,
+    pub(crate) limit_bytes: u64,
+}
+
+/// The programs' folder in the one of plans.
+pub(crate) fn program_dir(plan_dir: Option<&Path>) -> Option<PathBuf> {
+    plan_file::folder(plan_dir).map(|dir| dir.join("programs"))
+}
+
+impl NpuSpec {
+    /// Of the engine.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Soft(_) => "soft",
+            Self::Ort(_) => "ort",
+        }
+    }
+
+    /// Starts the engine; also returns the cores that it takes from the CPU. What it compiles is kept in `store`, if that is
+    /// worth while.
+    pub(crate) fn start(&self, store: Option<ProgramStore>) -> Result<(Arc<dyn NpuBackend>, usize), NpuError> {
+        match self {
+            Self::Soft(options) => {
+                let soft = Soft::start(*options);
+                let reason = |error: DeviceError| error.to_string();
+                let soft =
+                    soft.map_err(|error| NpuError::Unavailable { name: "soft".to_owned(), reason: reason(error) })?;
+                Ok((Arc::new(soft), options.cores * options.instances))
+            }
+            Self::Ort(options) => {
+                let mut options = options.clone();
+                if options.places.is_empty() {
+                    options.places = usual_places();
+                }
+                let ort = Ort::start(&options)?;
+                let (cores, keeps) = (ort.num_cores(), ort.compiles_ahead());
+                let backend: Arc<dyn NpuBackend> = Arc::new(ort);
+                let Some(ProgramStore { dir, limit_bytes }) = store.filter(|store| keeps && store.limit_bytes > 0)
+                else {
+                    return Ok((backend, cores));
+                };
+                Ok(match Cached::open(Arc::clone(&backend), &dir, limit_bytes) {
+                    Ok(cached) => (Arc::new(cached), cores),
+                    Err(error) => {
+                        let dir = dir.display();
+                        tracing::warn!(%dir, %error, "what is compiled is not kept; --plan-dir names another folder");
+                        (backend, cores)
+                    }
+                })
+            }
+        }
     }
 }
 
@@ -136,7 +269,27 @@ impl FromStr for PlaceSpec {
     }
 }
 
-/// What the command line asks for.
+/// What the command line asks for, and whether it can be had.
+pub(crate) enum Wished {
+    /// No engine.
+    Nothing,
+    /// One that is not there; why.
+    Unavailable(String),
+    Engines(Wish),
+}
+
+impl Wished {
+    /// The engines, where nothing can be done without.
+    pub(crate) fn engines(self) -> Result<Wish> {
+        match self {
+            Self::Engines(wish) => Ok(wish),
+            Self::Unavailable(reason) => anyhow::bail!(reason),
+            Self::Nothing => anyhow::bail!("no engine is named: name one with --npu, such as --npu soft"),
+        }
+    }
+}
+
+/// An engine that is there, and what it is to do.
 pub(crate) struct Wish {
     pub(crate) backend: Arc<dyn NpuBackend>,
     pub(crate) options: HybridOptions,
@@ -166,6 +319,7 @@ impl HybridArgs {
             place,
             calibrate: false,
             plan_dir: None,
+            program_limit: Size(16 << 30),
             require_engaged: false,
         })
     }
@@ -187,18 +341,18 @@ impl HybridArgs {
     }
 
     /// Starts the engine that was named, if it is to take part.
-    pub(crate) fn wish(&self) -> Result<Option<Wish>> {
-        let Some(NpuSpec(soft)) = self.npu else {
+    pub(crate) fn wish(&self) -> Result<Wished> {
+        let Some(spec) = &self.npu else {
             ensure!(self.hybrid != Hybrid::On, "--hybrid on needs an engine: name one with --npu, such as --npu soft");
             ensure!(
                 !self.require_engaged,
                 "--require-engaged needs an engine: name one with --npu, such as --npu soft"
             );
-            return Ok(None);
+            return Ok(Wished::Nothing);
         };
         if self.hybrid == Hybrid::Off {
             ensure!(!self.require_engaged, "--require-engaged contradicts --hybrid off");
-            return Ok(None);
+            return Ok(Wished::Nothing);
         }
         let mut said = BTreeMap::new();
         for PlaceSpec(kind, placement) in &self.place {
@@ -215,8 +369,12 @@ impl HybridArgs {
             placements,
             memory_bytes: u64::MAX,
         };
-        let backend = Arc::new(Soft::start(soft).context("the soft engine does not start")?);
-        Ok(Some(Wish { backend, options, said, cores: soft.cores * soft.instances }))
+        let dir = program_dir(self.plan_dir.as_deref());
+        let store = dir.map(|dir| ProgramStore { dir, limit_bytes: self.program_limit.0 });
+        Ok(match spec.start(store) {
+            Ok((backend, cores)) => Wished::Engines(Wish { backend, options, said, cores }),
+            Err(error) => Wished::Unavailable(error.to_string()),
+        })
     }
 
     /// True if what is not said is to be measured.
@@ -337,12 +495,25 @@ mod tests {
 
     #[test]
     fn engines_are_named_with_their_settings() {
-        let NpuSpec(options) = "soft:cores=2,instances=3".parse().expect("it is right");
-        assert_eq!((options.cores, options.instances), (2, 3));
-        assert_eq!("soft".parse(), Ok(NpuSpec(SoftOptions::default())));
+        let soft = |cores, instances| NpuSpec::Soft(SoftOptions { cores, instances, ..SoftOptions::default() });
+        assert_eq!("soft:cores=2,instances=3".parse(), Ok(soft(2, 3)));
+        assert_eq!("soft".parse(), Ok(soft(1, 1)));
         for wrong in ["ane", "soft:cores=0", "soft:cores", "soft:threads=2"] {
             assert!(wrong.parse::<NpuSpec>().is_err(), "{wrong}");
         }
+        let Ok(NpuSpec::Ort(options)) = "ort".parse() else { panic!("it is right") };
+        assert_eq!((options.provider, options.places, options.form), (Provider::Cpu, vec![], None));
+        let text = "ort:lib=/a/b,provider=qnn,plugin=/c,form=float,instances=2,set.soc_model=60,set.backend_path=/d=e";
+        let Ok(NpuSpec::Ort(options)) = text.parse() else { panic!("it is right") };
+        assert_eq!((options.provider, options.places), (Provider::Qnn, vec![PathBuf::from("/a/b")]));
+        assert_eq!((options.plugin, options.form, options.instances), (Some("/c".into()), Some(Form::Float), 2));
+        let settings = [("backend_path", "/d=e"), ("soc_model", "60")].map(|(k, v)| (k.to_owned(), v.to_owned()));
+        assert_eq!(options.settings, BTreeMap::from(settings));
+        for wrong in ["ort:provider=npu", "ort:lib", "ort:cores=1", "ort:form=int8", "ort:plugin=/c", "ort:set.a=b"] {
+            assert!(wrong.parse::<NpuSpec>().is_err(), "{wrong}");
+        }
+        let text = "ort:provider=openvino,threads=2";
+        assert_eq!(text.parse::<NpuSpec>().err().as_deref(), Some("threads means nothing to provider openvino"));
     }
 
     #[test]

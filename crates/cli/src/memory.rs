@@ -17,7 +17,8 @@ const LEAST: u64 = 8;
 
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(crate) struct MemoryArgs {
-    /// Memory for the state of all sequences and the values of steps, e.g. 4G; weights and kept prefixes are not part of it.
+    /// Memory for the state of all sequences, the values of steps and what neural engines hold, e.g. 4G; weights and kept
+    /// prefixes are not part of it.
     /// Without it, what is free now less weights, kept prefixes and a tenth.
     #[arg(long, value_name = "SIZE")]
     memory_limit: Option<Size>,
@@ -54,11 +55,20 @@ pub(crate) fn report(engine: &Engine) -> Result<()> {
         return Ok(());
     }
     let limit = human_bytes(limit);
+    let engines = status.hybrid.map_or(0, |hybrid| hybrid.bytes.weights + hybrid.bytes.banks + hybrid.bytes.surfaces);
+    let held = if engines > 0 { format!(", neural engines hold {}", human_bytes(engines)) } else { String::new() };
     ensure!(
         max_prompt_tokens > 0,
-        "--memory-limit {limit}: steps need {steps}, and what is left does not hold a single sequence; give more"
+        "--memory-limit {limit}: steps need {steps}{held}, and what is left does not hold a single sequence; give more"
     );
-    tracing::info!(limit, steps, state = human_bytes(status.state_bytes_limit), max_prompt_tokens, "memory");
+    tracing::info!(
+        limit,
+        steps,
+        engines = human_bytes(engines),
+        state = human_bytes(status.state_bytes_limit),
+        max_prompt_tokens,
+        "memory"
+    );
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use troika_engine::{
 use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
-use crate::hybrid::{HybridArgs, Wish};
+use crate::hybrid::{HybridArgs, Wish, Wished};
 use crate::plan_file::{Key, PlanFile};
 use crate::{builtin, progress};
 
@@ -38,8 +38,8 @@ pub(crate) struct ModelArgs {
     /// Keep each of these threads on a core of its own. For a machine that does nothing else. Linux only.
     #[arg(long)]
     pin_threads: bool,
-    /// Instructions to compute with: `scalar`, `avx2` or `avx512`. Without it, the best of this CPU. For comparisons: each
-    /// level is as exact as the others.
+    /// Instructions to compute with: `scalar`, `avx2`, `avx512` or `avx512-vnni`. Without it, the best of this CPU. For
+    /// comparisons: each level is as exact as the others.
     #[arg(long, value_name = "LEVEL", value_parser = available_level)]
     cpu_level: Option<CpuLevel>,
 }
@@ -153,16 +153,20 @@ impl OpenModel {
         wavefront: Option<usize>,
     ) -> Result<(Runner, usize)> {
         let said = wavefront.unwrap_or(1);
-        let Some(mut wish) = hybrid.wish()? else { return Ok((self.runner(options)?, said)) };
+        let mut wish = match hybrid.wish()? {
+            Wished::Nothing => return Ok((self.runner(options)?, said)),
+            Wished::Unavailable(reason) => {
+                tracing::warn!(reason, "engines take no part");
+                return Ok((self.runner_without(options, hybrid, reason)?, said));
+            }
+            Wished::Engines(wish) => wish,
+        };
         let alone = options;
         options.cpu = beside(options.cpu, &wish);
         let choice = self.expect_of_engines(hybrid, &mut wish, &alone, wavefront)?;
         if let Some(reason) = choice.as_ref().and_then(|choice| hybrid.decline(choice, threads_of(alone.cpu))) {
             tracing::info!(reason, "engines take no part");
-            let mut runner = self.runner(alone)?;
-            runner.set_unavailable(reason);
-            hybrid.check_available(&runner.feature())?;
-            return Ok((runner, said));
+            return Ok((self.runner_without(alone, hybrid, reason)?, said));
         }
         let spinner = progress::spinner(format!("loading {}", self.name));
         let mut show = |stage: Stage, done: usize, total: usize| {
@@ -174,6 +178,14 @@ impl OpenModel {
         spinner.finish_and_clear();
         hybrid.check_available(&runner.feature())?;
         Ok((runner, choice.map_or(said, |choice| choice.wavefront)))
+    }
+
+    /// A runner whose engines take no part, for a reason.
+    fn runner_without(&self, options: RunnerOptions, hybrid: &HybridArgs, reason: String) -> Result<Runner> {
+        let mut runner = self.runner(options)?;
+        runner.set_unavailable(reason);
+        hybrid.check_available(&runner.feature())?;
+        Ok(runner)
     }
 
     /// Completes a wish by what was measured now or at an earlier start. `alone` is the CPU without engines.

@@ -72,7 +72,7 @@ pub(crate) struct PlanFile {
 impl PlanFile {
     /// In `dir` or the user's cache folder; `None`, with a warning, if there is neither.
     pub(crate) fn of(dir: Option<&Path>, key: Key) -> Option<Self> {
-        let Some(dir) = dir.map(Path::to_owned).or_else(default_dir) else {
+        let Some(dir) = folder(dir) else {
             tracing::warn!(
                 "neither XDG_CACHE_HOME nor HOME is set: what is measured is not kept; --plan-dir names a folder"
             );
@@ -118,6 +118,11 @@ impl PlanFile {
         let content = Content { key: self.key.clone(), costs: costs.clone() };
         write_whole(&self.path, &serde_json::to_vec_pretty(&content)?)
     }
+}
+
+/// Where things about plans are kept: the folder that was named, or the user's cache folder if there is one.
+pub(crate) fn folder(named: Option<&Path>) -> Option<PathBuf> {
+    named.map(Path::to_owned).or_else(default_dir)
 }
 
 fn default_dir() -> Option<PathBuf> {

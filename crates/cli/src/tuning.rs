@@ -49,7 +49,7 @@ impl TuningArgs {
         };
         let found = HybridArgs::of(&tuned.npu, tile, tail, &place)
             .with_context(|| format!("{} cannot be used", path.display()))?;
-        let wish = found.wish()?.expect("an engine is named");
+        let wish = found.wish()?.engines()?;
         let differences = tuned.key.differences(&key(model, &wish, options.cpu)?);
         if !differences.is_empty() {
             bail!(

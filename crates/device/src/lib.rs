@@ -23,7 +23,7 @@ use troika_base::StepId;
 use troika_graph::{NodeId, WeightKey, WeightSource};
 
 pub use mapped::map_file;
-use npu::Procedure;
+use npu::{Procedure, ProcedureId};
 pub use run::StepRun;
 pub use slot::{Columns, Output, ReadSlot, WriteColumns, WriteSlot};
 pub use state::{SequenceState, StateShape};
@@ -157,6 +157,22 @@ pub trait Device: Send + Sync {
     ///
     /// If the device has stopped, or does no such work; nothing is queued then.
     fn submit(&self, work: Work) -> Result<(), DeviceError>;
+
+    /// Frees the memory of the loaded programs that hold none but these procedures, once what is queued is done; none of them is
+    /// submitted any more. A device without programs has nothing to free.
+    ///
+    /// # Errors
+    ///
+    /// If the device has stopped.
+    fn shed(&self, procedures: Vec<ProcedureId>) -> Result<(), DeviceError> {
+        drop(procedures);
+        Ok(())
+    }
+
+    /// Bytes of the memory between which and the steps' values a device copies tiles.
+    fn surface_bytes(&self) -> u64 {
+        0
+    }
 
     /// Lends the caller's thread to a device that computes on cores: it does queued nodes until `pause` says so, which is
     /// asked after each node and told the time, or nothing is queued. True if it did any. Whoever waits for a step calls

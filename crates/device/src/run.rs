@@ -40,6 +40,12 @@ impl BufferPool {
     /// Most buffers kept of each type; four steps of any model here have fewer slots.
     const MAX_KEPT: usize = 256;
 
+    /// Frees everything that is kept.
+    pub fn clear(&self) {
+        lock(&self.f32s).clear();
+        lock(&self.i32s).clear();
+    }
+
     /// At least `elements` long, with whatever the last step left in it.
     fn take<T: Clone + Default>(kept: &Mutex<Vec<Vec<T>>>, elements: usize) -> Vec<T> {
         let mut kept = lock(kept);

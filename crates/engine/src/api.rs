@@ -446,10 +446,29 @@ pub struct RequestRecord {
     pub skipped_because: Option<&'static str>,
     /// Chunks in which known tokens were computed, those of a preempted sequence twice; at most [`MAX_CHUNK_RECORDS`].
     pub chunks: Vec<ChunkRecord>,
+    /// The steps that computed them, in the same order.
+    pub steps: Vec<StepNote>,
+    /// It resumed from a kept prefix that does not end where a chunk ends.
+    pub is_shifted: bool,
     /// How often the sequence gave its state back to others.
     pub preemptions: u32,
+    /// How often it was computed again since an engine's numbers were wrong. Tokens that it had heard stay as they are.
+    pub restarts: u32,
     /// What neural engines did in its steps; of a step that several requests share, each has all. Empty without engines.
     pub ledger: Ledger,
+}
+
+/// The step that computed a chunk, perhaps with chunks of others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepNote {
+    /// Tokens of all.
+    pub rows: usize,
+    /// Rows of the tiles that engines were given of each projection, rows of zeros included; 0 = the primary device did it.
+    pub tiled_rows: usize,
+    /// Time of the step that was not that of the step before, microseconds.
+    pub model_us: u64,
+    /// From its submission to its end, microseconds.
+    pub total_us: u64,
 }
 
 /// Most chunks that a [`RequestRecord`] lists.
@@ -478,6 +497,8 @@ pub struct CacheStatus {
     pub skipped_mixed: u64,
     /// Blocks that had to go.
     pub evicted: u64,
+    /// How often all that was kept was given up since an engine's numbers were wrong; on disk, by earlier processes too.
+    pub closed: usize,
     /// Most bytes under the directory on disk; 0 = there is none.
     pub disk_limit_bytes: u64,
     /// Bytes under it, foreign files included.

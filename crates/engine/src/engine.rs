@@ -4,6 +4,7 @@ pub(crate) mod core;
 pub(crate) mod disk;
 mod live;
 mod prefix;
+mod skips;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,6 +78,7 @@ pub struct Engine {
     /// Bytes of state by tokens, and how many there are.
     state_cost: StateCost,
     block_tokens: usize,
+    /// Most that there can be.
     state_bytes: u64,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -136,7 +138,8 @@ impl Engine {
         }
         core.publish_nodes();
         let limits = core.scheduler().limits();
-        let (state_cost, block_tokens, state_bytes) = (limits.state_cost, limits.geometry.block, limits.state_bytes);
+        let (state_cost, block_tokens, state_bytes) =
+            (limits.state_cost, limits.geometry.block, limits.most_state_bytes());
         let run = move || {
             let mut engine = Loop { core, clock, commands: received, open: true };
             // A broken invariant ends the engine: every stream hears of it, and nothing more is served.

@@ -4,6 +4,7 @@
 use serde::Serialize;
 use troika_base::SequenceId;
 use troika_graph::{Acceptance, Scope};
+use troika_runtime::FeatureState;
 
 use crate::runner::{Chunk, Forward, Runner, RunnerError, WantLogits};
 
@@ -38,6 +39,8 @@ pub struct Distance {
     pub not_finite: usize,
     /// Texts after which only the runner with engines repeats one token over and over.
     pub degenerate: usize,
+    /// What a check found wrong with an engine's numbers; what was computed after that says nothing about the engine.
+    pub quarantine: Option<String>,
 }
 
 impl Distance {
@@ -88,6 +91,8 @@ impl Distance {
                 percent(MIN_SAME_EXPERTS)
             ),
         );
+        let reason = self.quarantine.as_deref().unwrap_or_default();
+        need(self.quarantine.is_none(), format!("the engines are in quarantine: {reason}"));
         need(self.degenerate == 0, format!("{} continuations repeat one token over and over", self.degenerate));
         failures
     }
@@ -128,6 +133,9 @@ pub fn distance(
         }
         // A model that does so by itself is no fault of the engine.
         distance.degenerate += usize::from(repeats[1] > MAX_REPEATS && repeats[0] <= MAX_REPEATS);
+    }
+    if let FeatureState::Quarantined { reason } = hybrid.feature() {
+        distance.quarantine = Some(reason);
     }
     Ok(distance)
 }
@@ -213,6 +221,7 @@ mod tests {
             (Distance { kl: f64::NAN, ..near.clone() }, "mean KL is NaN"),
             (Distance { clear_same: 994, ..near.clone() }, "99.40 %"),
             (Distance { experts_same: 97, ..near.clone() }, "97.00 %"),
+            (Distance { quarantine: Some("soft0: off".to_owned()), ..near.clone() }, "soft0: off"),
             (Distance { not_finite: 1, ..near.clone() }, "1 logits"),
             (Distance { degenerate: 1, ..near }, "1 continuations"),
         ] {

@@ -4,8 +4,9 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use troika_device::npu::CompileCounts;
 use troika_runtime::plan::Shares;
-use troika_runtime::{DeviceId, FeatureState, Ledger};
+use troika_runtime::{DeviceId, EngineBytes, FeatureState, Ledger};
 
 use crate::runner::Runner;
 
@@ -22,10 +23,56 @@ pub struct HybridStatus {
     pub tile: usize,
     /// The devices, the primary first.
     pub devices: Vec<String>,
+    /// What became of compilations; none if nothing that was compiled is kept on disk.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub programs: Option<Programs>,
     /// What engines are to do of each kind of projection.
     pub plan: BTreeMap<&'static str, KindPlan>,
     /// What was done since the start.
     pub kinds: BTreeMap<&'static str, KindCounts>,
+    /// What engines hold in memory.
+    pub bytes: HybridBytes,
+    /// Projections that failed on an engine, and how.
+    pub latched: BTreeMap<String, String>,
+    /// Projections whose banks were given up for want of memory.
+    pub shed: Vec<String>,
+    /// What engines did in the steps of the request that ended last.
+    pub last_request: Option<String>,
+}
+
+/// Bytes that engines hold beside the model's own weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct HybridBytes {
+    /// Weights in the engines' form, which the primary device computes with too.
+    pub weights: u64,
+    /// Loaded programs, as far as they are not those weights.
+    pub banks: u64,
+    /// What tiles are copied to and from.
+    pub surfaces: u64,
+}
+
+/// Procedures that were compiled since the start, and what is kept of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Programs {
+    /// Compiled, those with damaged files included.
+    pub compiled: u64,
+    /// Found on disk.
+    pub from_disk: u64,
+    /// Files that were damaged, and are gone.
+    pub damaged: u64,
+    /// Not kept, for want of room or because the disk refused.
+    pub not_kept: u64,
+    /// Files that went to make room.
+    pub evicted: u64,
+    /// Found on disk and not taken by the engine any more; compiled again.
+    pub refused: u64,
+}
+
+impl From<CompileCounts> for Programs {
+    fn from(counts: CompileCounts) -> Self {
+        let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, refused, .. } = counts;
+        Self { compiled, from_disk, damaged, not_kept, evicted, refused }
+    }
 }
 
 /// What engines are to do of a kind of projection.
@@ -62,8 +109,18 @@ pub struct KindCounts {
     pub logical_rows: u64,
     /// Rows of zeros beside them.
     pub padded_rows: u64,
+    /// Parts of engines of which some rows were compared.
+    pub checks: u64,
+    /// Those that were wrong.
+    pub failed_checks: u64,
+    /// Time that the comparisons took.
+    pub check_ms: f64,
+    /// From the end of the planned projection before it in the step, or the step's start, to the first hand-over, summed.
+    pub input_ready_ms: f64,
     /// From the first hand-over of a projection to its last part, summed.
     pub region_ms: f64,
+    /// What of that the device that worked longest did not work.
+    pub gap_ms: f64,
     /// Time on each device.
     pub device_ms: BTreeMap<String, f64>,
     /// Parts handed to each device.
@@ -109,8 +166,13 @@ impl HybridStatus {
             plan_digest: executor.plan().digest().to_owned(),
             tile: executor.plan().tile(),
             devices,
+            programs: runner.compile_counts().map(Programs::from),
             plan: plan.collect(),
             kinds: BTreeMap::new(),
+            bytes: HybridBytes::default(),
+            latched: BTreeMap::new(),
+            shed: Vec::new(),
+            last_request: None,
         };
         status.refresh(runner);
         Some(status)
@@ -120,6 +182,18 @@ impl HybridStatus {
     pub(crate) fn refresh(&mut self, runner: &Runner) {
         self.state = runner.feature().to_string();
         self.kinds = self.counts(runner.totals());
+        let executor = runner.executor();
+        let EngineBytes { weights, banks, surfaces } = executor.engine_bytes();
+        self.bytes = HybridBytes { weights, banks, surfaces };
+        self.latched = executor.latched().iter().map(|(key, reason)| (key.to_string(), reason.clone())).collect();
+        self.shed = executor.shed_projections().iter().map(ToString::to_string).collect();
+    }
+
+    /// A request has ended, in whose steps that was done.
+    pub(crate) fn note_request(&mut self, ledger: &Ledger) {
+        if !self.plan.is_empty() {
+            self.last_request = Some(FeatureState::of(&ledger.total_operations()).to_string());
+        }
     }
 
     /// The counts of a ledger, with the names of the devices.
@@ -141,7 +215,12 @@ impl HybridStatus {
                 runtime_failures: ops.runtime_failures,
                 logical_rows: ops.logical_rows,
                 padded_rows: ops.padded_rows,
+                checks: ops.checks,
+                failed_checks: ops.failed_checks,
+                check_ms: ops.check_ns as f64 / 1e6,
+                input_ready_ms: ops.input_ready_ns as f64 / 1e6,
                 region_ms: ops.region_ns as f64 / 1e6,
+                gap_ms: ops.gap_ns as f64 / 1e6,
                 device_ms: entries.iter().map(|(_, device, e)| (name(device), e.busy_ns as f64 / 1e6)).collect(),
                 dispatched: entries.iter().map(|(_, device, e)| (name(device), e.submitted)).collect(),
                 last: ops.last.iter().map(|(device, count)| (name(device), *count)).collect(),

@@ -19,7 +19,7 @@ pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
 pub use gate::{Distance, distance};
-pub use hybrid::{HybridStatus, KindCounts, KindPlan};
+pub use hybrid::{HybridBytes, HybridStatus, KindCounts, KindPlan};
 pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use troika_base::NumericClass;
 use troika_device::cpu::weight_memory;
 use troika_graph::Scope;
+use troika_model::config::LayerKind;
 use troika_model::weights::WeightClass;
 use troika_model::{Emitter, ModelConfig, WeightTable};
 
@@ -116,8 +117,8 @@ impl Windows {
     }
 }
 
-/// What kernels keep for the next call: rows of routed experts, rounded rows of the widest product, and for products in `f32`
-/// the rows of a task, packed by each thread.
+/// What kernels keep for the next call: rows of routed experts, rounded rows of the widest product, for products in `f32` the rows
+/// of a task, packed by each thread, and what attention and index round of the sequence they work on.
 fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
     /// Most rows (token and expert) that routed experts compute together: of integer products, of others.
     const BATCH: [usize; 2] = [1024, 512];
@@ -135,8 +136,8 @@ fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
         settings.threads * 4 * rows * if rows * cols <= PACKED[1] { cols } else { BLOCK }
     };
     let bytes = if settings.class.has_integer_products() {
-        // Codes of a byte, a scale and a sum of four bytes for 32 of them.
-        let rounded = |numbers: usize| numbers / 32 * 40;
+        // Codes of a byte, a scale and two sums of four bytes for 32 of them.
+        let rounded = |numbers: usize| numbers / 32 * 44;
         let batch = entries.min(BATCH[0]);
         batch * 4 * (dim + inner) + rounded((batch * (dim + inner)).max(rows * heads)) + packed(rows.min(CUT_ROWS), dim)
     } else {
@@ -144,5 +145,32 @@ fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
         let widths = [dim, inner, heads / config.o_groups, config.o_groups * config.o_lora_rank];
         batch * 4 * (dim + 2 * inner) + widths.map(|cols| packed(rows, cols)).into_iter().max().unwrap_or(0)
     };
-    bytes as u64
+    (bytes + sequence_scratch_bytes(config, settings)) as u64
+}
+
+/// The part of that which grows with a sequence: its rows rounded to two bytes and its index keys rounded to one, once for a
+/// layer and chunk, and the scores of keys, four queries for each thread.
+fn sequence_scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> usize {
+    /// More rows than this for each token of a chunk are rounded for each query, those alone that it sees.
+    const SHARED: usize = 64;
+    /// Numbers of four bytes that each thread keeps of a key: scores of four queries, ranks, numbers and ranks of the close ones.
+    const PER_KEY: usize = 7;
+    /// Tokens of a compressed row in layers that choose among them.
+    const CSA_RATIO: usize = 4;
+    let kinds = (0..config.num_hidden_layers).map(|layer| config.layer_kind(layer));
+    let ratio = |kind| match kind {
+        LayerKind::Swa => None,
+        LayerKind::Csa => Some(CSA_RATIO),
+        LayerKind::Hca { ratio } => Some(ratio),
+    };
+    let far = kinds.clone().filter_map(ratio).map(|ratio| settings.tokens / ratio).max().unwrap_or(0);
+    let keys = if kinds.clone().any(|kind| kind == LayerKind::Csa) { settings.tokens / CSA_RATIO } else { 0 };
+    let keys = if keys > config.index_topk { keys } else { 0 };
+    let scores = settings.threads * keys * PER_KEY * 4;
+    if settings.class != NumericClass::Fast {
+        return scores;
+    }
+    let chunk = settings.chunk_tokens.min(settings.tokens);
+    let rows = (config.sliding_window + chunk + far).min(SHARED * chunk);
+    rows * 2 * config.head_dim + keys * config.index_head_dim + scores
 }

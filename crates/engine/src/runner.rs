@@ -9,7 +9,7 @@ use crate::engine::core::{StepResult, StepRunner};
 use crate::hybrid::HybridStatus;
 use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
-use troika_device::npu::NpuBackend;
+use troika_device::npu::{CompileCounts, NpuBackend};
 use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
 use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
@@ -17,8 +17,8 @@ use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::prepare::{Record, Stage, dry_run};
 use troika_runtime::{
-    DeviceId, Executor, ExecutorError, FeatureState, FinishedStep, HybridOptions, Lane, Ledger, Plan, Prepared,
-    Priority, Span, Step, Template, Ticket, prepare,
+    DeviceId, EngineBytes, Executor, ExecutorError, Fallback, FeatureState, FinishedStep, HybridOptions, Lane, Ledger,
+    Plan, Prepared, Priority, Span, Step, Template, Ticket, prepare,
 };
 use troika_scheduler::Rule;
 
@@ -129,6 +129,8 @@ pub struct Forward {
     run: StepRun,
     /// What it did.
     pub ledger: Ledger,
+    /// Rows of the tiles that engines were given of each projection, rows of zeros included.
+    pub tiled_rows: usize,
     /// When each node ran; empty unless [`Runner::keep_spans`] asked for it.
     pub spans: Vec<Span>,
     /// From submission to the last node.
@@ -201,6 +203,7 @@ pub struct Runner {
     uncommitted: BTreeSet<SequenceId>,
     /// What was found out about projections when engines were prepared.
     records: Vec<Record>,
+    compile_counts: Option<CompileCounts>,
 }
 
 #[derive(Debug)]
@@ -246,12 +249,20 @@ impl Runner {
         device.load(weights)?;
         let shape = state_shape(&config, &facts);
         let emitter = Emitter::new(config, facts);
+        let backend = engines.as_ref().map(|engines| Arc::clone(&engines.backend));
         let (executor, records) = start_executor(&device, &emitter, weights, options.class, engines);
+        // Nothing is compiled later.
+        let compile_counts = backend.and_then(|backend| backend.compile_counts());
+        if let Some(counts) = compile_counts {
+            let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, refused, .. } = counts;
+            tracing::info!(compiled, from_disk, damaged, not_kept, evicted, refused, "programs of the engines");
+        }
         Ok(Self {
             emitter,
             options,
             executor,
             records,
+            compile_counts,
             device,
             shape,
             sequences: BTreeMap::new(),
@@ -293,9 +304,19 @@ impl Runner {
         &self.records
     }
 
+    /// What became of compilations when engines were prepared, if what is compiled is kept on disk.
+    pub fn compile_counts(&self) -> Option<CompileCounts> {
+        self.compile_counts
+    }
+
     /// The executor: its plan, its devices, what failed.
     pub fn executor(&self) -> &Executor {
         &self.executor
+    }
+
+    /// Compares one in so many parts that engines compute with what they should be.
+    pub fn check_engines_every(&mut self, parts: u64) {
+        self.executor.check_every(parts);
     }
 
     /// Engines have nothing to do, since no step can hold a tile; `reason` says why.
@@ -468,6 +489,7 @@ impl Runner {
         let forward = Forward {
             run: finished.run,
             ledger: finished.ledger,
+            tiled_rows: finished.tiled_rows,
             spans: finished.spans,
             elapsed: finished.elapsed,
             vocab_size: self.config().vocab_size,
@@ -610,8 +632,35 @@ impl StepRunner for Runner {
         (!plan.is_primary()).then(|| plan.tile())
     }
 
-    fn note_narrowed(&mut self, rule: Rule) {
-        self.executor.note_narrowed(rule.name());
+    fn repeats_rows(&self) -> bool {
+        self.executor.plan().repeats_rows()
+    }
+
+    fn note_narrowed(&mut self, rule: Rule, after_hit: bool) {
+        let because = match rule {
+            Rule::MaxItl => Some(Fallback::Contention),
+            Rule::Memory | Rule::UserLimit => Some(Fallback::Throttle),
+            Rule::Alignment => after_hit.then_some(Fallback::SuffixAfterHit),
+            Rule::Remaining => None,
+        };
+        self.executor.note_narrowed(rule.name(), because);
+    }
+
+    fn engine_bytes(&self) -> (u64, u64) {
+        let bytes = self.executor.engine_bytes();
+        (bytes.total(), bytes.banks)
+    }
+
+    fn shed(&mut self) -> Option<u64> {
+        self.executor.shed()
+    }
+
+    fn release_buffers(&self) {
+        self.executor.release_buffers();
+    }
+
+    fn take_quarantine(&mut self) -> Option<String> {
+        self.executor.take_quarantine()
     }
 
     fn packing(&self) -> Packing {
@@ -673,9 +722,9 @@ impl StepRunner for Runner {
             let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
             let elapsed_us = forward.elapsed.as_micros() as u64;
             let longest_node_us = forward.ledger.device_total(DeviceId::PRIMARY).longest_ns / 1000;
-            let ledger = forward.ledger.of_engines();
+            let (ledger, tiled_rows) = (forward.ledger.of_engines(), forward.tiled_rows);
             self.recycle(forward);
-            StepResult { ticket, logits, elapsed_us, longest_node_us, ledger }
+            StepResult { ticket, logits, elapsed_us, longest_node_us, ledger, tiled_rows }
         }))
     }
 }
@@ -712,17 +761,22 @@ fn start_executor(
         return (Executor::new(vec![primary], Plan::primary()), Vec::new());
     };
     let graph = tile_graph(emitter, class, options.tile);
-    let Prepared { devices, plan, records, resident_bytes, unavailable } =
+    let Prepared { devices, plan, records, banks, unavailable } =
         prepare(&graph, weights, class, &backend, &options, &pack, progress);
     let engines = devices.into_iter().map(|device| device as Arc<dyn Device>);
     let (tile, digest, projections) = (plan.tile(), plan.digest().to_owned(), plan.projections().len());
     let mut executor = Executor::new(std::iter::once(primary).chain(engines).collect(), plan);
+    executor.set_banks(banks);
+    executor.set_repeatable(backend.limits().repeatable);
+    let EngineBytes { weights, banks, surfaces } = executor.engine_bytes();
     match unavailable {
         Some(reason) => {
             tracing::warn!(reason, "engines take no part");
             executor.set_unavailable(reason);
         }
-        None => tracing::info!(tile, digest, projections, resident_bytes, "engines take part in prefill"),
+        None => {
+            tracing::info!(tile, digest, projections, weights, banks, surfaces, "engines take part in prefill");
+        }
     }
     (executor, records)
 }

@@ -10,7 +10,9 @@ use troika_graph::{Acceptance, Op, Segment, StepGraph, StepRows};
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::plan::Lane as StepLane;
 use troika_runtime::{DeviceId, Executor, Plan, Priority, Step, Template};
-use troika_scheduler::{Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Scheduler, StateCost, Urgency};
+use troika_scheduler::{
+    Geometry, GeometryRequest, Lane, Limits, NARROWINGS, NewSequence, Part, Scheduler, StateCost, Urgency,
+};
 
 use crate::SimError;
 use crate::faults::Faults;
@@ -306,6 +308,8 @@ impl Machine {
             Arc::new(move || world.now())
         };
         let mut executor = Executor::with_clock(world.devices(), plan, clock);
+        // Nothing is computed, so there are no numbers to check.
+        executor.check_every(u64::MAX);
         if let Some(reason) = unavailable {
             executor.set_unavailable(reason);
         } else if !geometry.reachable {
@@ -397,6 +401,8 @@ impl Session<'_> {
             // Nobody waits for tokens here.
             max_itl_us: u64::MAX / 4,
             state_bytes: u64::MAX,
+            reserve_bytes: 0,
+            narrowing_frees: [0; NARROWINGS],
             state_cost: StateCost::default(),
             replay_decoded: false,
         });
@@ -422,7 +428,7 @@ impl Session<'_> {
                 }
                 for narrowing in plan.parts.iter().flat_map(|part| &part.chunk.narrowed_by) {
                     *self.narrowed_by.entry(narrowing.rule.name()).or_default() += 1;
-                    self.executor.note_narrowed(narrowing.rule.name());
+                    self.executor.note_narrowed(narrowing.rule.name(), None);
                 }
                 let groups: Vec<Vec<Part>> = match run.packed {
                     true => vec![plan.parts],

@@ -14,7 +14,10 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod rounded;
 mod scalar;
+
+pub use rounded::{Far, Rows, Seen, attend_rounded};
 
 use std::array;
 use std::ops::Range;

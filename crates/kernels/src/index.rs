@@ -3,22 +3,31 @@
 //! The work grows with the square of the context, so keys are read block by block for several queries at a time, and what
 //! is kept of a block is one score for each query and key.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod rounded;
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
+
 use std::array;
 use std::cmp::Ordering;
+use std::ops::Range;
 
 use crate::heads::{LANES, pack, padded, panels, products};
 use crate::level::compiled_per_level;
 use crate::math::{max_nan, mul_add};
 use crate::parallel::{Disjoint, for_each_row, run_tasks};
 use crate::scratch::Scratch;
-use crate::{CpuLevel, Ctx, RowList};
+use crate::{CpuLevel, Ctx, RowList, Serial};
+use rounded::{PANEL, RoundedKeys, RoundedQuery};
 
 /// Keys scored together. A multiple of the rows of a tile, 6 or 12.
 const BLOCK: usize = 60;
 /// Queries of a task, which read a block of keys one after another.
 const QUERIES: usize = 4;
-/// Keys of a task where there are too few queries for the threads.
-const SPAN: usize = 240;
+/// Blocks of a task where there are too few queries for the threads.
+const SPAN: usize = 4;
 
 /// The indexer of a layer.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +40,15 @@ pub struct Index<'a> {
     pub scale: f32,
     /// Rows of `di` numbers, oldest first.
     pub keys: RowList<'a>,
+    /// Whether keys and queries are rounded to eight bits, with one scale for each key and each head.
+    pub rounded: bool,
+}
+
+impl Index<'_> {
+    /// Keys scored together.
+    fn block(&self) -> usize {
+        if self.rounded { 2 * PANEL } else { BLOCK }
+    }
 }
 
 /// For each query the best keys, as [`top_k`] of [`index_scores`].
@@ -57,38 +75,40 @@ pub fn index_topk(
     assert!(iq.len() == rows * heads * d && iw.len() == rows * heads, "iq must be [T, {heads} x {d}], iw [T, {heads}]");
     let most = (0..rows).map(&visible).max().unwrap_or(0);
     let query = |t: usize| Query::new(ctx.level, index, &iq[t * heads * d..][..heads * d], &iw[t * heads..][..heads]);
-    if rows < ctx.par.threads() && most > SPAN {
+    let (block, span) = (index.block(), SPAN * index.block());
+    if rows < ctx.par.threads() && most > span {
         // Too few queries: the keys are divided.
         let mut scores = Scratch::new(rows * most);
-        let spans = most.div_ceil(SPAN);
+        let spans = most.div_ceil(span);
         let pieces = Disjoint::new(&mut scores);
         run_tasks(ctx, rows * spans, |task| {
-            let (t, first) = (task / spans, task % spans * SPAN);
-            let end = visible(t).min(first + SPAN);
+            let (t, first) = (task / spans, task % spans * span);
+            let end = visible(t).min(first + span);
             if first < end {
                 // SAFETY: each task index is given out once, and tasks differ in their query or in their keys.
                 let out = unsafe { pieces.piece(t * most + first..t * most + end) };
-                query(t).score(ctx.level, index.keys, first, out);
+                query(t).score(ctx.level, &Keys::new(Ctx { par: &Serial, ..ctx }, index, first..end), first, out);
             }
         });
         for_each_row(ctx, ids, k, |t, ids| top_k(&scores[t * most..][..visible(t)], ids));
         return;
     }
     let ids = Disjoint::new(ids);
+    // What all see needs no scores.
+    let keys = Keys::new(ctx, index, 0..if most > k { most } else { 0 });
     run_tasks(ctx, rows.div_ceil(QUERIES), |task| {
         let first = task * QUERIES;
         let count = QUERIES.min(rows - first);
         let seen: [usize; QUERIES] = array::from_fn(|i| if i < count { visible(first + i) } else { 0 });
         let most = seen.into_iter().max().unwrap_or(0);
         let mut scores = Scratch::new(count * most);
-        // What all see needs no scores.
         if most > k {
             let queries: [Option<Query>; QUERIES] = array::from_fn(|i| (i < count).then(|| query(first + i)));
-            for key in (0..most).step_by(BLOCK) {
+            for key in (0..most).step_by(block) {
                 for (i, query) in queries.iter().enumerate() {
-                    let end = seen[i].min(key + BLOCK);
+                    let end = seen[i].min(key + block);
                     if let Some(query) = query.as_ref().filter(|_| key < end) {
-                        query.score(ctx.level, index.keys, key, &mut scores[i * most + key..i * most + end]);
+                        query.score(ctx.level, &keys, key, &mut scores[i * most + key..i * most + end]);
                     }
                 }
             }
@@ -118,42 +138,68 @@ pub fn index_topk(
 pub fn index_scores(level: CpuLevel, index: &Index, iq: &[f32], iw: &[f32], out: &mut [f32]) {
     let d = index.keys.width();
     assert!(iq.len() == index.heads * d && iw.len() == index.heads, "iq must be [{}, {d}], iw [Hi]", index.heads);
-    Query::new(level, index, iq, iw).score(level, index.keys, 0, out);
+    let keys = Keys::new(Ctx { level, par: &Serial }, index, 0..out.len());
+    Query::new(level, index, iq, iw).score(level, &keys, 0, out);
 }
 
-/// A packed query.
-struct Query {
-    packed: Scratch<f32>,
-    weights: Scratch<f32>,
+/// The keys in the form in which they are multiplied.
+enum Keys<'a> {
+    Plain(RowList<'a>),
+    Rounded(RoundedKeys),
+}
+
+impl<'a> Keys<'a> {
+    /// Those with the numbers `range`.
+    fn new(ctx: Ctx, index: &Index<'a>, range: Range<usize>) -> Self {
+        if index.rounded { Self::Rounded(RoundedKeys::new(ctx, index.keys, range)) } else { Self::Plain(index.keys) }
+    }
+}
+
+/// A query in the form in which it is multiplied.
+enum Query {
+    Plain { packed: Scratch<f32>, weights: Scratch<f32> },
+    Rounded(RoundedQuery),
 }
 
 impl Query {
     fn new(level: CpuLevel, index: &Index, iq: &[f32], iw: &[f32]) -> Self {
+        if index.rounded {
+            return Self::Rounded(RoundedQuery::new(level, index, iq, iw));
+        }
         let padded = padded(index.heads);
         let mut packed = Scratch::new(padded * index.keys.width());
         pack(level, iq, index.keys.width(), &mut packed);
         let mut weights = Scratch::new(padded);
         weights[index.heads..].fill(0.0);
         weights.iter_mut().zip(iw).for_each(|(weight, iw)| *weight = iw * index.scale);
-        Self { packed, weights }
+        Self::Plain { packed, weights }
     }
 
     /// Scores of the keys from `first` on.
-    fn score(&self, level: CpuLevel, keys: RowList, first: usize, out: &mut [f32]) {
-        let d = keys.width();
-        for (block, out) in out.chunks_mut(BLOCK).enumerate() {
-            let first = first + block * BLOCK;
-            let rows: [&[f32]; BLOCK] = array::from_fn(|i| if i < out.len() { keys.row(first + i) } else { &[] });
-            let mut sums = [[0.0; 8]; BLOCK];
-            let mut space = [0.0; BLOCK * LANES];
-            for (head, lanes) in panels(self.weights.len()) {
-                let space = &mut space[..out.len() * lanes];
-                products(level, &self.packed[head * d..(head + lanes) * d], lanes, &rows[..out.len()], space);
-                weigh(level, space, &self.weights[head..head + lanes], &mut sums);
-            }
-            for (out, s) in out.iter_mut().zip(&sums) {
-                *out = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
-            }
+    fn score(&self, level: CpuLevel, keys: &Keys, first: usize, out: &mut [f32]) {
+        match (self, keys) {
+            (Self::Plain { packed, weights }, Keys::Plain(keys)) => score(level, packed, weights, *keys, first, out),
+            (Self::Rounded(query), Keys::Rounded(keys)) => query.score(level, keys, first, out),
+            _ => unreachable!("queries and keys are made from one index"),
+        }
+    }
+}
+
+/// Scores of a packed query and the keys from `first` on.
+fn score(level: CpuLevel, packed: &[f32], weights: &[f32], keys: RowList, first: usize, out: &mut [f32]) {
+    let d = keys.width();
+    for (block, out) in out.chunks_mut(BLOCK).enumerate() {
+        let first = first + block * BLOCK;
+        let rows: [&[f32]; BLOCK] = array::from_fn(|i| if i < out.len() { keys.row(first + i) } else { &[] });
+        let mut sums = [[0.0; 8]; BLOCK];
+        let mut space = [0.0; BLOCK * LANES];
+        for (head, lanes) in panels(weights.len()) {
+            let space = &mut space[..out.len() * lanes];
+            products(level, &packed[head * d..(head + lanes) * d], lanes, &rows[..out.len()], space);
+            weigh(level, space, &weights[head..head + lanes], &mut sums);
+        }
+        for (out, s) in out.iter_mut().zip(&sums) {
+            *out = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]));
         }
     }
 }
@@ -187,20 +233,54 @@ pub fn top_k(scores: &[f32], ids: &mut [i32]) {
     if k == 0 {
         return;
     }
-    let (mut ranks, mut sorted) = (Scratch::new(n), Scratch::new(n));
+    let mut ranks = Scratch::new(n);
     ranks.iter_mut().zip(scores).for_each(|(rank, score)| *rank = sortable(*score));
-    sorted.copy_from_slice(&ranks);
-    let (_, &mut last, better) = sorted.select_nth_unstable(n - k);
+    // Only what may be among the best is looked at closely.
+    let mut close = Scratch::new(n);
+    let mut count = above(&ranks, likely_bound(&ranks, k), &mut close);
+    if count < k {
+        count = above(&ranks, 0, &mut close);
+    }
+    let close = &close[..count];
+    let mut sorted = Scratch::new(count);
+    sorted.iter_mut().zip(close).for_each(|(place, &i)| *place = ranks[i as usize]);
+    let (_, &mut last, better) = sorted.select_nth_unstable(count - k);
     let mut equal = k - better.iter().filter(|rank| **rank > last).count();
     let mut place = 0;
-    for (i, &rank) in ranks.iter().enumerate() {
+    for &i in close {
         // No branch on the rank, which nobody can predict: what is not taken is overwritten by the next.
         let Some(id) = ids.get_mut(place) else { break };
-        *id = i as i32;
+        *id = i;
+        let rank = ranks[i as usize];
         let tie = usize::from(rank == last) & usize::from(equal > 0);
         place += usize::from(rank > last) | tie;
         equal -= tie;
     }
+}
+
+/// Writes the numbers of the ranks that are at least `bound` to `close` and returns how many they are.
+fn above(ranks: &[u32], bound: u32, close: &mut [i32]) -> usize {
+    let mut count = 0;
+    for (i, &rank) in ranks.iter().enumerate() {
+        close[count] = i as i32;
+        count += usize::from(rank >= bound);
+    }
+    count
+}
+
+/// A rank that most likely more than `k` ranks reach, but not many more: from a sample, with three deviations to spare.
+fn likely_bound(ranks: &[u32], k: usize) -> u32 {
+    const SAMPLE: usize = 256;
+    if ranks.len() < 2 * SAMPLE {
+        return 0;
+    }
+    let mut sample: [u32; SAMPLE] = array::from_fn(|i| ranks[i * ranks.len() / SAMPLE]);
+    let share = k as f32 / ranks.len() as f32;
+    let reached = (share * SAMPLE as f32 + 3.0 * (share * (1.0 - share) * SAMPLE as f32).sqrt()) as usize + 1;
+    if reached >= SAMPLE {
+        return 0;
+    }
+    *sample.select_nth_unstable(SAMPLE - reached).1
 }
 
 /// An integer that is the larger the better the score.

@@ -19,6 +19,8 @@ mod channel;
 mod experts;
 mod pack;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 use std::ops::Range;
 
@@ -124,19 +126,18 @@ fn run_products(ctx: Ctx, x: &[f32], rows: usize, groups: usize, products: &mut 
             }
         };
         let (outputs, per_group) = (w.rows(), w.rows() / groups);
-        let mut sums = [[0.0; STRIP]; ROW_BLOCK];
         for block in &*blocks {
-            for strip in share(outputs.div_ceil(STRIP), pieces_of(w), piece) {
+            let strips = share(outputs.div_ceil(STRIP), pieces_of(w), piece);
+            let strip_of = |strip: usize| (w.strip(strip), strip * STRIP / per_group);
+            for_strips(ctx, strips, &quantized, block, strip_of, |strip, sums| {
                 let first = strip * STRIP;
-                let sums = &mut sums[..block.len()];
-                multiply(ctx, &w.strip(strip), quantized.block(block.clone(), first / per_group), sums);
                 let count = STRIP.min(outputs - first);
-                for (t, sums) in block.clone().zip(&*sums) {
+                for (t, sums) in block.clone().zip(sums) {
                     // SAFETY: each strip belongs to one piece, and a strip of a row is written once.
                     let out = unsafe { out.piece(t * outputs + first..t * outputs + first + count) };
                     copy_strip(sums, out);
                 }
-            }
+            });
         }
     });
 }
@@ -161,12 +162,13 @@ fn num_pieces(ctx: Ctx, strips: usize, cols: usize, work: usize) -> usize {
     if threads <= 1 || work <= SMALL {
         return strips.min(1);
     }
-    strips.min((strips * STRIP * cols).div_ceil(PIECE).max(8 * threads))
+    strips.div_ceil(2).min((strips * STRIP * cols).div_ceil(PIECE).max(8 * threads))
 }
 
-/// Part `part` of `parts` of `0..n`.
+/// Part `part` of `parts` of the strips `0..n`, in pairs.
 fn share(n: usize, parts: usize, part: usize) -> Range<usize> {
-    n * part / parts..n * (part + 1) / parts
+    let pairs = n.div_ceil(2);
+    2 * (pairs * part / parts)..n.min(2 * (pairs * (part + 1) / parts))
 }
 
 fn row_blocks(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> + Clone {
@@ -180,6 +182,52 @@ fn multiply(ctx: Ctx, w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
     dispatch!(ctx.level, scalar::multiply(w, x, sums), avx2::multiply(w, x, sums));
 }
 
+/// [`multiply`] for two strips of equal width, which share the activations.
+fn multiply_two(ctx: Ctx, w: [&Strip; 2], x: XBlock, a: &mut [[f32; STRIP]], b: &mut [[f32; STRIP]]) {
+    #[cfg(target_arch = "x86_64")]
+    if ctx.level == CpuLevel::Avx512Vnni {
+        ctx.level.assert_available();
+        assert!(a.len() == b.len() && w.iter().all(|w| x.is_sound(w.groups(), a.len())), "blocks of one size");
+        // SAFETY: the assertion above saw AVX2, FMA, F16C, AVX-512F, AVX-512BW and VNNI on this CPU.
+        if unsafe { vnni::multiply_two(w, x, a, b) } {
+            return;
+        }
+    }
+    multiply(ctx, w[0], x, a);
+    multiply(ctx, w[1], x, b);
+}
+
+/// Calls `body` with each of `strips` and its sums for the rows of `block`, which are multiplied two strips at a time if
+/// they meet the same section of the rows. `strip_of` gives the weights of a strip and the section.
+fn for_strips<'a>(
+    ctx: Ctx,
+    strips: Range<usize>,
+    x: &Quantized,
+    block: &Range<usize>,
+    strip_of: impl Fn(usize) -> (Strip<'a>, usize),
+    mut body: impl FnMut(usize, &[[f32; STRIP]]),
+) {
+    let (mut a, mut b) = ([[0.0; STRIP]; ROW_BLOCK], [[0.0; STRIP]; ROW_BLOCK]);
+    let (a, b) = (&mut a[..block.len()], &mut b[..block.len()]);
+    let mut strips = strips.peekable();
+    while let Some(strip) = strips.next() {
+        let (w, section) = strip_of(strip);
+        let x = x.block(block.clone(), section);
+        match strips.peek().map(|&next| strip_of(next)).filter(|(_, other)| *other == section) {
+            Some((next, _)) => {
+                strips.next();
+                multiply_two(ctx, [&w, &next], x, a, b);
+                body(strip, a);
+                body(strip + 1, b);
+            }
+            None => {
+                multiply(ctx, &w, x, a);
+                body(strip, a);
+            }
+        }
+    }
+}
+
 /// Rows rounded to eight bits. Rows come in blocks of up to `ROW_BLOCK`; in a block the order is `[group][row]`, so that
 /// rows which meet the same weights lie side by side.
 struct Quantized {
@@ -189,8 +237,9 @@ struct Quantized {
     /// `[32]` per group and row, columns in the order of [`pack::ORDER`].
     codes: Scratch<[i8; GROUP]>,
     scales: Scratch<f32>,
-    /// Minus twelve times the sum of the codes: what the offset of fp4 codes adds too much.
-    zeros: Scratch<i32>,
+    /// Minus twelve times the sum of the codes, and minus 128 times: what the offsets of weights add too much that are made
+    /// unsigned, fp4 codes and (for VNNI) packed ones.
+    zeros: Scratch<[i32; 2]>,
 }
 
 /// A block of rows in one section.
@@ -198,7 +247,7 @@ struct Quantized {
 struct XBlock<'a> {
     codes: &'a [[i8; GROUP]],
     scales: &'a [f32],
-    zeros: &'a [i32],
+    zeros: &'a [[i32; 2]],
 }
 
 impl XBlock<'_> {
@@ -261,7 +310,7 @@ fn quantize_row(
     stride: usize,
     codes: &mut [[i8; GROUP]],
     scales: &mut [f32],
-    zeros: &mut [i32],
+    zeros: &mut [[i32; 2]],
 ) {
     let (whole, tail) = x.as_chunks::<GROUP>();
     let mut place = first;
@@ -269,7 +318,7 @@ fn quantize_row(
         let (scale, sum) =
             dispatch!(level, scalar::quantize(x, &mut codes[place]), avx2::quantize(x, &mut codes[place]));
         scales[place] = scale;
-        zeros[place] = -12 * sum;
+        zeros[place] = [-12 * sum, -128 * sum];
         place += stride;
     };
     whole.iter().for_each(&mut group);

@@ -1,11 +1,12 @@
 //! CPU levels: which instructions a kernel may use. Detected once, when the program runs.
 
 use std::str::FromStr;
+use std::sync::LazyLock;
 
 /// Of the bits that kernels give. Kept prefixes outlive the build that computed them, and one that gives other bits must not
 /// go on from them. So whoever changes the order of a sum or a rounding, in any class, raises this number;
 /// `crates/engine/tests/it/revision.rs` notices.
-pub const REVISION: u32 = 1;
+pub const REVISION: u32 = 2;
 
 /// A set of CPU instructions. Each level has its own arithmetic: results of two levels agree within the bounds named
 /// beside the kernels, results of one level agree bitwise (the row contract).
@@ -18,11 +19,14 @@ pub enum CpuLevel {
     /// The same with AVX-512F (Intel servers since 2017, AMD since 2022): wider registers where a kernel has a version for
     /// them, which gives the bits of [`Self::Avx2`].
     Avx512,
+    /// The same with AVX-512BW and VNNI (Intel servers since 2019, AMD since 2022): integer products in one instruction,
+    /// with the bits of [`Self::Avx2`], since integer sums are exact.
+    Avx512Vnni,
 }
 
 impl CpuLevel {
     /// Every level, slowest first.
-    const ALL: [Self; 3] = [Self::Scalar, Self::Avx2, Self::Avx512];
+    const ALL: [Self; 4] = [Self::Scalar, Self::Avx2, Self::Avx512, Self::Avx512Vnni];
 
     /// Levels that this CPU has, slowest first.
     pub fn available() -> impl Iterator<Item = Self> {
@@ -35,18 +39,28 @@ impl CpuLevel {
     }
 
     /// Whether this CPU has the instructions of the level.
+    #[inline]
     pub fn is_available(self) -> bool {
+        /// Asked at every call of a kernel, so it must be one load.
+        static LEVELS: LazyLock<[bool; 4]> = LazyLock::new(|| CpuLevel::ALL.map(CpuLevel::detect));
+        LEVELS[self as usize]
+    }
+
+    fn detect(self) -> bool {
         match self {
             Self::Scalar => true,
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => {
-                // The standard library asks the CPU once and caches the answer.
                 is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => Self::Avx2.is_available() && is_x86_feature_detected!("avx512f"),
+            Self::Avx512 => Self::Avx2.detect() && is_x86_feature_detected!("avx512f"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni => {
+                Self::Avx512.detect() && is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512vnni")
+            }
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2 | Self::Avx512 => false,
+            Self::Avx2 | Self::Avx512 | Self::Avx512Vnni => false,
         }
     }
 
@@ -56,6 +70,7 @@ impl CpuLevel {
             Self::Scalar => "scalar",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Vnni => "avx512-vnni",
         }
     }
 
@@ -63,7 +78,7 @@ impl CpuLevel {
     pub fn arithmetic(self) -> &'static str {
         match self {
             Self::Scalar => "unfused",
-            Self::Avx2 | Self::Avx512 => "fused",
+            Self::Avx2 | Self::Avx512 | Self::Avx512Vnni => "fused",
         }
     }
 
@@ -81,13 +96,14 @@ impl FromStr for CpuLevel {
         Self::ALL
             .into_iter()
             .find(|level| level.name() == text)
-            .ok_or_else(|| format!("unknown CPU level `{text}`: expected `scalar`, `avx2` or `avx512`"))
+            .ok_or_else(|| format!("unknown CPU level `{text}`: expected `scalar`, `avx2`, `avx512` or `avx512-vnni`"))
     }
 }
 
 /// `dispatch!(level, scalar, avx2)` evaluates the expression of `level`. The `avx2` expression may call
 /// `#[target_feature(enable = "avx2,fma,f16c")]` functions. A third one is for [`CpuLevel::Avx512`] and may use `avx512f`
-/// too; without it that level does as AVX2.
+/// too, a fourth for [`CpuLevel::Avx512Vnni`] and may use `avx512bw` and `avx512vnni`; a level without one does as the level
+/// below.
 macro_rules! dispatch {
     ($level:expr, $scalar:expr, $avx2:expr) => {{
         let level: crate::CpuLevel = $level;
@@ -95,7 +111,7 @@ macro_rules! dispatch {
         match level {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the assertion above saw AVX2, FMA and F16C on this CPU.
-            crate::CpuLevel::Avx2 | crate::CpuLevel::Avx512 => unsafe { $avx2 },
+            crate::CpuLevel::Avx2 | crate::CpuLevel::Avx512 | crate::CpuLevel::Avx512Vnni => unsafe { $avx2 },
             _ => $scalar,
         }
     }};
@@ -108,7 +124,23 @@ macro_rules! dispatch {
             crate::CpuLevel::Avx2 => unsafe { $avx2 },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the assertion above saw these and AVX-512F on this CPU.
+            crate::CpuLevel::Avx512 | crate::CpuLevel::Avx512Vnni => unsafe { $avx512 },
+            _ => $scalar,
+        }
+    }};
+    ($level:expr, $scalar:expr, $avx2:expr, $avx512:expr, $vnni:expr) => {{
+        let level: crate::CpuLevel = $level;
+        level.assert_available();
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the assertion above saw AVX2, FMA and F16C on this CPU.
+            crate::CpuLevel::Avx2 => unsafe { $avx2 },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the assertion above saw these and AVX-512F on this CPU.
             crate::CpuLevel::Avx512 => unsafe { $avx512 },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the assertion above saw these, AVX-512BW and VNNI on this CPU.
+            crate::CpuLevel::Avx512Vnni => unsafe { $vnni },
             _ => $scalar,
         }
     }};

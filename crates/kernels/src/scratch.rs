@@ -34,7 +34,7 @@ macro_rules! keep {
         }
     )*};
 }
-keep!(f32, u32, i32, usize, (f32, f32), [i8; GROUP], Range<usize>, Tile);
+keep!(f32, u32, i32, usize, (f32, f32), [i8; GROUP], [i32; 2], Range<usize>, Tile);
 
 impl<T: Keep> Scratch<T> {
     pub(crate) fn new(len: usize) -> Self {

@@ -12,6 +12,7 @@ pub(crate) const MAX_FILES: usize = 200_000;
 pub(crate) const TEMPORARY: &str = "tmp-";
 pub(crate) const DAMAGED: &str = "damaged";
 pub(crate) const LOCK: &str = "lock";
+pub(crate) const CLOSED: &str = "troika-closed-classes";
 
 /// A file that is whole as far as its header says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,12 +50,17 @@ enum Found {
     Ours(Name),
     Damaged,
     Temporary,
+    /// The list of closed classes.
+    Closed,
     Foreign,
 }
 
 /// By the whole name: in a folder that was named by mistake, `tmp-letter` or `photo.damaged` are somebody's.
 fn classify(name: Option<&str>) -> Found {
     let Some(name) = name else { return Found::Foreign };
+    if name == CLOSED {
+        return Found::Closed;
+    }
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let temporary = name.strip_prefix(TEMPORARY).and_then(|rest| rest.split_once('-'));
     let damaged = name.strip_suffix(DAMAGED).and_then(|rest| Name::parse(rest.strip_suffix('.')?));
@@ -75,7 +81,7 @@ pub fn usage(dir: &Path) -> io::Result<Usage> {
     // The lock is ours too, and empty.
     for entry in Native.list(dir)?.into_iter().filter(|entry| entry.name.as_deref() != Some(LOCK) || entry.bytes > 0) {
         let (files, sum) = match classify(entry.name.as_deref()) {
-            Found::Ours(_) => (&mut usage.files, &mut usage.bytes),
+            Found::Ours(_) | Found::Closed => (&mut usage.files, &mut usage.bytes),
             Found::Damaged => (&mut usage.damaged_files, &mut usage.damaged_bytes),
             Found::Temporary => (&mut usage.temporary_files, &mut usage.temporary_bytes),
             Found::Foreign => (&mut usage.foreign_files, &mut usage.foreign_bytes),
@@ -94,7 +100,7 @@ pub(crate) fn scan(files: &dyn FileSystem, dir: &Path, quarantined: &mut u64) ->
         match classify(entry.name.as_deref()) {
             Found::Ours(name) if names.len() < MAX_FILES => names.push((name, entry.bytes)),
             Found::Damaged | Found::Temporary => stale.extend(entry.name),
-            Found::Ours(_) | Found::Foreign => {}
+            Found::Ours(_) | Found::Closed | Found::Foreign => {}
         }
     }
     for name in stale {
@@ -150,7 +156,7 @@ pub fn verify(dir: &Path) -> io::Result<(u64, Vec<(Name, &'static str)>)> {
     Ok((sound, damaged))
 }
 
-/// Removes everything that is ours; returns the number of files.
+/// Removes everything that is ours, closed classes included, of which nothing is left then; returns the number of files.
 ///
 /// # Errors
 ///

@@ -5,6 +5,7 @@
 
 mod accounts;
 mod breaker;
+mod closed;
 mod directory;
 pub mod files;
 pub mod format;

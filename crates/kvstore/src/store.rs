@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use crate::accounts::Accounts;
 use crate::breaker::Breaker;
-use crate::directory::{Item, LOCK, TEMPORARY, scan, set_aside};
+use crate::closed::{Closed, MAX_ATTEMPTS};
+use crate::directory::{CLOSED, Item, LOCK, TEMPORARY, scan, set_aside};
 use crate::files::{FileSystem, Lock, Native};
 use crate::format::{HEADER_BYTES, Header, Name};
 
@@ -82,6 +83,7 @@ struct Shared {
     accounts: Accounts,
     writing: Breaker,
     reading: Breaker,
+    closed: Closed,
     /// Temporary names given so far.
     temporaries: u64,
     stopping: bool,
@@ -150,8 +152,12 @@ impl Store {
         let mut status = Status { limit_bytes, ..Status::default() };
         let items = scan(&*files, dir, &mut status.quarantined).map_err(io_error("read", dir))?;
         let (mut accounts, start) = (Accounts::new(&items), Instant::now());
-        accounts.take_listing(&files.list(dir).map_err(io_error("read", dir))?, start);
-        let shared = Mutex::new(Shared { status, accounts, ..Shared::default() });
+        let entries = files.list(dir).map_err(io_error("read", dir))?;
+        accounts.take_listing(&entries, start);
+        // Without that list nobody knows what is to be trusted.
+        let has_closed = entries.iter().any(|entry| entry.name.as_deref() == Some(CLOSED));
+        let closed = Closed::read(&*files, dir, has_closed).map_err(io_error("read", &dir.join(CLOSED)))?;
+        let shared = Mutex::new(Shared { status, accounts, closed, ..Shared::default() });
         let inner = Arc::new(Inner {
             files,
             dir: dir.to_owned(),
@@ -168,6 +174,21 @@ impl Store {
     pub fn when_idle(&self, told: impl Fn() + Send + Sync + 'static) {
         // A second one has nothing to add.
         let _ = self.inner.idle.set(Box::new(told));
+    }
+
+    /// How often [`Self::close_class`] was called for a class, by this process and those before it.
+    pub fn times_closed(&self, class: &str) -> usize {
+        self.inner.lock().closed.times(class)
+    }
+
+    /// What was stored of a class is not to be trusted: whoever uses it later learns of it by [`Self::times_closed`].
+    ///
+    /// # Panics
+    ///
+    /// If its name is more than a line.
+    pub fn close_class(&self, class: &str) {
+        self.inner.lock().closed.close(class);
+        self.inner.changed.notify_all();
     }
 
     /// Queues a file to be written; `payload` is called when its turn comes, and may find that there is nothing to write.
@@ -248,6 +269,7 @@ impl Store {
             shared.status.dropped += shared.writes.len() as u64;
             shared.writes.clear();
             shared.removals.clear();
+            shared.closed.unwritten = None;
         }
     }
 
@@ -295,7 +317,11 @@ impl Hands {
     /// Removes or writes the file whose turn it is; removals first, since they make room.
     pub fn write_one(&self) {
         let mut shared = self.0.lock();
-        if let Some(name) = shared.removals.pop_front() {
+        if shared.closed.unwritten.is_some() {
+            let text = shared.closed.text();
+            drop(shared);
+            self.0.write_closed(&text);
+        } else if let Some(name) = shared.removals.pop_front() {
             shared.busy = Some(name);
             drop(shared);
             let removed = self.0.files.remove(&self.0.dir.join(name.to_string()));
@@ -344,7 +370,7 @@ impl Hands {
 
 impl Shared {
     fn has_writes(&self) -> bool {
-        !(self.writes.is_empty() && self.removals.is_empty())
+        !(self.writes.is_empty() && self.removals.is_empty() && self.closed.unwritten.is_none())
     }
 }
 
@@ -405,6 +431,48 @@ impl Inner {
         }
     }
 
+    fn write_closed(&self, text: &str) {
+        let written = match self.lock.is_in_place() {
+            true => self.replace_file(CLOSED, &[text.as_bytes()]),
+            false => Err(replaced()),
+        };
+        let mut shared = self.lock();
+        // A listing sees how long it is now.
+        shared.accounts.distrust();
+        // Another class may have been closed meanwhile.
+        let is_all = shared.closed.text() == text;
+        match written {
+            Ok(()) => shared.closed.unwritten = if is_all { None } else { Some(0) },
+            Err(error) => {
+                let failed = shared.closed.unwritten.unwrap_or(0) + 1;
+                shared.closed.unwritten = (failed < MAX_ATTEMPTS).then_some(failed);
+                if failed == MAX_ATTEMPTS {
+                    let dir = self.dir.display();
+                    tracing::error!(%dir, %error, "prefixes with wrong numbers may be used after a restart: run `troika cache clear`");
+                }
+            }
+        }
+    }
+
+    /// Writes a file so that it is there whole or not at all.
+    fn replace_file(&self, name: &str, parts: &[&[u8]]) -> io::Result<()> {
+        let count = {
+            let mut shared = self.lock();
+            shared.temporaries += 1;
+            shared.temporaries
+        };
+        let temporary = self.dir.join(format!("{TEMPORARY}{}-{count}", std::process::id()));
+        let written = self.files.write(&temporary, parts);
+        let renamed = written.and_then(|()| self.files.rename(&temporary, &self.dir.join(name)));
+        if renamed.is_err() {
+            let _ = self.files.remove(&temporary);
+        }
+        renamed?;
+        // So that the name outlives a loss of power. Where directories cannot be synced, the name may be lost.
+        let _ = self.files.sync_dir(&self.dir);
+        Ok(())
+    }
+
     fn write_and_note(&self, header: &Header, payload: Payload) {
         let done = self.write(header, payload);
         let is_ours = done.is_ok() || self.lock.is_in_place();
@@ -438,7 +506,7 @@ impl Inner {
     /// Writes one file so that it is there whole or not at all. False if there is no room, or nothing to write.
     fn write(&self, header: &Header, payload: Payload) -> io::Result<bool> {
         if !self.lock.is_in_place() {
-            return Err(io::Error::new(io::ErrorKind::NotFound, "the directory was removed or replaced"));
+            return Err(replaced());
         }
         let is_due = self.lock().accounts.is_due();
         if is_due {
@@ -446,10 +514,9 @@ impl Inner {
             let entries = self.files.list(&self.dir)?;
             self.lock().accounts.take_listing(&entries, start);
         }
-        let (limit, used, count) = {
-            let mut shared = self.lock();
-            shared.temporaries += 1;
-            (shared.status.limit_bytes, shared.accounts.total_bytes(), shared.temporaries)
+        let (limit, used) = {
+            let shared = self.lock();
+            (shared.status.limit_bytes, shared.accounts.total_bytes())
         };
         let file_bytes = HEADER_BYTES as u64 + header.payload_bytes;
         if used.saturating_add(file_bytes) > limit {
@@ -457,18 +524,14 @@ impl Inner {
         }
         let Some(payload) = payload() else { return Ok(false) };
         debug_assert_eq!(payload.len() as u64, header.payload_bytes, "the payload is as long as announced");
-        let temporary = self.dir.join(format!("{TEMPORARY}{}-{count}", std::process::id()));
-        let written = self.files.write(&temporary, &[&header.encode(&payload), &payload]);
-        let renamed = written.and_then(|()| self.files.rename(&temporary, &self.dir.join(header.name.to_string())));
-        if renamed.is_err() {
-            let _ = self.files.remove(&temporary);
-        }
-        renamed?;
+        self.replace_file(&header.name.to_string(), &[&header.encode(&payload), &payload])?;
         self.lock().accounts.written(header.name, file_bytes);
-        // So that the name outlives a loss of power. Where directories cannot be synced, the name may be lost.
-        let _ = self.files.sync_dir(&self.dir);
         Ok(true)
     }
+}
+
+fn replaced() -> io::Error {
+    io::Error::new(io::ErrorKind::NotFound, "the directory was removed or replaced")
 }
 
 pub(crate) fn io_error(op: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {

@@ -24,8 +24,12 @@ use crate::plan::{DeviceId, Lane, Plan};
 use crate::span::{self, Span};
 use crate::template::{NodePlace, Place, Template};
 
+mod banks;
+pub(crate) mod check;
 mod shared;
 
+pub use banks::{EngineBytes, LoadedBank};
+use check::Checks;
 use shared::SharedRun;
 
 /// One forward pass to do.
@@ -49,6 +53,8 @@ pub struct FinishedStep {
     pub ticket: Ticket,
     pub run: StepRun,
     pub ledger: Ledger,
+    /// Rows of the tiles that engines were given of each projection, the rows of zeros in a padded one included.
+    pub tiled_rows: usize,
     /// When each node ran; empty unless [`Executor::keep_spans`] asked for it.
     pub spans: Vec<Span>,
     pub elapsed: Duration,
@@ -97,6 +103,12 @@ struct InFlight {
     operations: BTreeMap<Kind, Operations>,
     /// Nodes whose parts are not all in.
     shared: BTreeMap<NodeId, SharedRun>,
+    /// Why it is narrower than a tile, if it is and a rule is to blame.
+    short_because: Option<Fallback>,
+    /// Rows of the tiles that were handed over for each of its projections, zeros included; the most of any.
+    tiled_rows: usize,
+    /// When the last shared node was complete.
+    last_shared: Instant,
     start: Instant,
 }
 
@@ -122,6 +134,19 @@ pub struct Executor {
     clock: Clock,
     /// Projections that failed on an engine, and how: the primary device does them from then on.
     latched: BTreeMap<WeightKey, String>,
+    /// Bytes of the weights in the engines' form.
+    weight_bytes: u64,
+    /// Banks that could be given up.
+    banks: Vec<LoadedBank>,
+    /// Projections whose banks were.
+    shed: BTreeSet<WeightKey>,
+    checks: Checks,
+    /// What was wrong with an engine's numbers: the primary device does everything from then on.
+    quarantine: Option<String>,
+    /// [`Self::take_quarantine`] has something to say.
+    quarantine_is_news: bool,
+    /// Why the next prefill step may be narrower than a tile.
+    next_short_because: Option<Fallback>,
     feature: Feature,
 }
 
@@ -145,8 +170,15 @@ impl Executor {
         Self {
             devices,
             feature: Feature::new(&plan),
+            weight_bytes: banks::weight_bytes(&plan),
             plan,
             latched: BTreeMap::new(),
+            banks: Vec::new(),
+            shed: BTreeSet::new(),
+            checks: Checks::default(),
+            quarantine: None,
+            quarantine_is_news: false,
+            next_short_because: None,
             buffers: BufferPool::default(),
             steps: BTreeMap::new(),
             next_step: 0,
@@ -189,9 +221,33 @@ impl Executor {
         self.feature.idle = Some(reason);
     }
 
-    /// Takes note that `rule` has narrowed a chunk of a prefill step.
-    pub fn note_narrowed(&mut self, rule: &'static str) {
+    /// Takes note that `rule` has narrowed a chunk of the next prefill step, and why that step is narrower than a tile if it is.
+    pub fn note_narrowed(&mut self, rule: &'static str, because: Option<Fallback>) {
         self.feature.narrowed(rule);
+        // The reasons are in the order of their weight: of several chunks the weightiest counts.
+        self.next_short_because = [self.next_short_because, because].into_iter().flatten().min();
+    }
+
+    /// Whether engines give the bits of their procedures, or only numbers near them; they are checked now and then.
+    pub fn set_repeatable(&mut self, repeatable: bool) {
+        self.checks.repeatable = repeatable;
+    }
+
+    /// Checks one in so many parts of engines.
+    pub fn check_every(&mut self, parts: u64) {
+        self.checks.every = parts.max(1);
+    }
+
+    /// What was found wrong with an engine's numbers, once. What engines have computed since the last check that was good is
+    /// not to be trusted: the caller gives it up.
+    pub fn take_quarantine(&mut self) -> Option<String> {
+        let is_news = std::mem::take(&mut self.quarantine_is_news);
+        self.quarantine.clone().filter(|_| is_news)
+    }
+
+    /// Frees the memory of finished steps that was kept for the next ones.
+    pub fn release_buffers(&self) {
+        self.buffers.clear();
     }
 
     /// Whether engines really take part.
@@ -297,7 +353,7 @@ impl Executor {
         run.recycle(&self.buffers);
     }
 
-    fn prepare(&self, id: StepId, step: Step) -> InFlight {
+    fn prepare(&mut self, id: StepId, step: Step) -> InFlight {
         let Step { template, rows, states, priority } = step;
         let start = (self.clock)();
         let shares_sequence = |other: &InFlight| {
@@ -317,7 +373,14 @@ impl Executor {
                 _ => operations.bypass_decode += nodes,
             }
         }
+        let short_because = match template.lane {
+            Lane::Prefill => self.next_short_because.take().or(self.feature.idle.map(|_| Fallback::Throttle)),
+            Lane::Decode | Lane::Verify => None,
+        };
         InFlight {
+            short_because,
+            tiled_rows: 0,
+            last_shared: start,
             run: Arc::new(StepRun::new(id, Arc::clone(&template.graph), rows, states, &self.buffers)),
             priority,
             waiting_for: template.nodes.iter().map(|place| place.num_predecessors).collect(),
@@ -536,7 +599,8 @@ impl InFlight {
                 }
             }
         };
-        FinishedStep { ticket: Ticket(id), run, ledger, spans: self.spans, elapsed }
+        let (tiled_rows, spans) = (self.tiled_rows, self.spans);
+        FinishedStep { ticket: Ticket(id), run, ledger, tiled_rows, spans, elapsed }
     }
 }
 

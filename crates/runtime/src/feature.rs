@@ -39,7 +39,8 @@ pub enum FeatureState {
 impl FeatureState {
     /// What engines did of `operations`.
     pub fn of(operations: &Operations) -> Self {
-        let reason = || operations.main_fallback().map_or(NO_TILE, Fallback::name).to_owned();
+        let reason = operations.why_missing().or(operations.main_fallback());
+        let reason = || reason.map_or(NO_TILE, Fallback::name).to_owned();
         Self::by(operations.planned, operations.dispatched(), reason)
     }
 
@@ -95,6 +96,8 @@ pub struct Feature {
     closed: Option<FeatureState>,
     window: VecDeque<Chunk>,
     any_latched: bool,
+    /// Share of the plan's projections whose banks were not given up for want of memory.
+    kept: f64,
     /// Steps wider than half a tile since the last dispatch, and their widths.
     waiting: usize,
     widths: BTreeMap<usize, usize>,
@@ -113,6 +116,7 @@ impl Feature {
             closed: plan.is_primary().then_some(FeatureState::Off),
             window: VecDeque::new(),
             any_latched: false,
+            kept: 1.0,
             waiting: 0,
             widths: BTreeMap::new(),
             narrowed_by: BTreeMap::new(),
@@ -126,14 +130,24 @@ impl Feature {
         if let Some(state) = &self.closed {
             return state.clone();
         }
+        let memory = || Fallback::Memory.name().to_owned();
         if self.window.is_empty() {
             return match self.idle {
                 Some(reason) => FeatureState::Idle { reason: reason.to_owned() },
+                None if self.kept == 0.0 => FeatureState::Idle { reason: memory() },
+                None if self.kept < 1.0 => FeatureState::Degraded { reason: memory(), ratio: self.kept },
                 None => FeatureState::Ready,
             };
         }
         let (planned, dispatched) = self.window.iter().fold((0, 0), |(p, d), c| (p + c.planned, d + c.dispatched));
-        FeatureState::by(planned, dispatched, || self.reason())
+        match FeatureState::by(planned, dispatched, || self.reason()) {
+            // Little was given up, or only just now.
+            FeatureState::Engaged if self.kept < 1.0 => {
+                let ratio = dispatched as f64 / planned.max(1) as f64;
+                FeatureState::Degraded { reason: memory(), ratio }
+            }
+            state => state,
+        }
     }
 
     /// Why the last step that was not dispatched as planned was not.
@@ -141,12 +155,19 @@ impl Feature {
         if let Some(reason) = self.idle {
             return reason.to_owned();
         }
-        let last = self.window.iter().rev().find(|chunk| chunk.planned == 0 || chunk.dispatched < chunk.planned);
+        // What was planned and not dispatched says more than what was not planned.
+        let missing = self.window.iter().rev().find(|chunk| chunk.dispatched < chunk.planned);
+        let last = missing.or_else(|| self.window.iter().rev().find(|chunk| chunk.planned == 0));
         match last.and_then(|chunk| chunk.reason) {
             Some(reason) => reason.name().to_owned(),
             None if self.any_latched => Fallback::Latched.name().to_owned(),
             None => NO_TILE.to_owned(),
         }
+    }
+
+    /// Banks were given up: this share of the plan's projections is left.
+    pub(crate) fn shed(&mut self, kept: f64) {
+        self.kept = kept;
     }
 
     /// Nothing is dispatched from now on.
@@ -168,12 +189,31 @@ impl Feature {
         if self.any_latched {
             return ("none", "see the warning of the engine's failure");
         }
+        if self.kept == 0.0 {
+            return ("memory", "more memory (--memory-limit): the engines' programs were given up");
+        }
         match self.narrowed_by.iter().max_by_key(|(_, count)| **count).map(|(rule, _)| *rule) {
             Some(rule @ "max_itl") => (rule, "a longer gap between tokens (--max-itl), or a smaller tile (--tile)"),
             Some(rule @ "remaining") => (rule, "a tile that prompts fill (--tile)"),
+            Some(rule @ "memory") => (rule, "more memory (--memory-limit), or a smaller tile (--tile)"),
             Some(rule) => (rule, "a smaller tile (--tile)"),
             None => ("none", "a tile at most as wide as the steps (--tile), or wider steps (--chunk)"),
         }
+    }
+
+    /// What somebody must be told, if nobody has told them: engines are ready, steps are wide, and none has reached them.
+    fn warning(&mut self) -> Option<Warning> {
+        // If no step can hold a tile, that was said at the start.
+        if self.waiting <= PATIENCE || self.idle.is_some() {
+            return None;
+        }
+        let reason = self.reason();
+        if self.told.as_ref() == Some(&reason) {
+            return None;
+        }
+        self.told = Some(reason.clone());
+        let (rule, cure) = self.cure();
+        Some(Warning { tile: self.tile, widths: self.widths.clone(), rule, reason, cure })
     }
 
     /// Takes note of a prefill step.
@@ -182,7 +222,7 @@ impl Feature {
             return;
         }
         let (planned, dispatched) = (operations.planned, operations.dispatched());
-        let reason = operations.main_fallback();
+        let reason = operations.why_missing().or(operations.main_fallback());
         self.window.push_back(Chunk { planned, dispatched, reason });
         if self.window.len() > WINDOW {
             self.window.pop_front();
@@ -195,16 +235,23 @@ impl Feature {
             self.waiting += 1;
             *self.widths.entry(rows).or_default() += 1;
         }
-        // If no step can hold a tile, that was said at the start.
-        if self.waiting > PATIENCE && self.idle.is_none() {
-            let reason = self.reason();
-            if self.told.as_ref() != Some(&reason) {
-                let ((rule, cure), tile, widths) = (self.cure(), self.tile, &self.widths);
-                tracing::warn!(tile, ?widths, rule, reason, cure, "engines are ready, but no step has reached them");
-                self.told = Some(reason);
-            }
+        if let Some(Warning { tile, widths, rule, reason, cure }) = self.warning() {
+            tracing::warn!(tile, ?widths, rule, reason, cure, "engines are ready, but no step has reached them");
         }
     }
+}
+
+/// See [`Feature::warning`].
+#[derive(Debug, PartialEq)]
+struct Warning {
+    tile: usize,
+    /// Steps of each width since the last dispatch.
+    widths: BTreeMap<usize, usize>,
+    /// What narrowed most of their chunks.
+    rule: &'static str,
+    reason: String,
+    /// The setting that would change it.
+    cure: &'static str,
 }
 
 #[cfg(test)]
@@ -239,6 +286,42 @@ mod tests {
         feature.close(FeatureState::Quarantined { reason: "gate".to_owned() });
         feature.observe(512, &operations(10, 10, None));
         assert_eq!(feature.state().to_string(), "quarantined(gate)");
+    }
+
+    /// Little or much: what was given up is not passed over, and if nothing is left, nothing runs.
+    #[test]
+    fn banks_that_were_given_up_show() {
+        let mut feature = feature();
+        feature.shed(0.5);
+        assert_eq!(feature.state().to_string(), "degraded(memory, 50.0 %)");
+        feature.observe(512, &operations(100, 96, Some(Fallback::Memory)));
+        assert_eq!(feature.state().to_string(), "degraded(memory, 96.0 %)");
+        feature.shed(0.0);
+        for _ in 0..WINDOW {
+            feature.observe(512, &operations(100, 0, Some(Fallback::Memory)));
+        }
+        assert_eq!(feature.state().to_string(), "idle(memory)");
+        let cure = "more memory (--memory-limit): the engines' programs were given up";
+        assert_eq!(feature.cure(), ("memory", cure));
+    }
+
+    #[test]
+    fn the_warning_names_widths_rule_and_cure() {
+        let mut feature = feature();
+        let narrow = operations(0, 0, Some(Fallback::Contention));
+        for step in 0..PATIENCE {
+            feature.narrowed("max_itl");
+            feature.observe(if step % 2 == 0 { 300 } else { 400 }, &narrow);
+        }
+        assert_eq!(feature.warning(), None, "patience");
+        feature.waiting += 1;
+        let warning = feature.warning().expect("seventeen steps");
+        assert_eq!((warning.tile, warning.rule, warning.reason.as_str()), (512, "max_itl", "contention"));
+        assert_eq!(warning.widths, BTreeMap::from([(300, 8), (400, 8)]));
+        assert!(warning.cure.contains("--max-itl"), "{warning:?}");
+        assert_eq!(feature.warning(), None, "it was said");
+        feature.observe(300, &operations(0, 0, Some(Fallback::Throttle)));
+        assert_eq!(feature.told.as_deref(), Some("throttle"), "the reason has changed");
     }
 
     #[test]

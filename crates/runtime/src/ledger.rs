@@ -41,10 +41,18 @@ impl AddAssign for Entry {
 pub enum Fallback {
     /// Fewer rows than a tile, and too few to be worth a padded one.
     RowsBelowTailThreshold,
+    /// The step is narrower than a tile so that streams beside it get their tokens in time.
+    Contention,
+    /// The step is narrower than a tile since memory is short, or since the user wants it so.
+    Throttle,
+    /// The step goes from where a kept prefix ends to the next edge of a chunk, and that is less than a tile.
+    SuffixAfterHit,
     /// The projection failed on an engine before.
     Latched,
     /// Its banks were given up because memory was short.
     Memory,
+    /// An engine's numbers were wrong.
+    Quarantined,
     /// The step ended before the operation was handed over.
     Cancelled,
 }
@@ -54,8 +62,12 @@ impl Fallback {
     pub fn name(self) -> &'static str {
         match self {
             Self::RowsBelowTailThreshold => "rows_below_tail_threshold",
+            Self::Contention => "contention",
+            Self::Throttle => "throttle",
+            Self::SuffixAfterHit => "suffix_after_hit",
             Self::Latched => "latched",
             Self::Memory => "memory",
+            Self::Quarantined => "quarantined",
             Self::Cancelled => "cancelled",
         }
     }
@@ -86,8 +98,19 @@ pub struct Operations {
     pub logical_rows: u64,
     /// Rows of zeros beside them.
     pub padded_rows: u64,
+    /// Parts of engines of which the primary device has repeated some rows to compare them.
+    pub checks: u64,
+    /// Those that were not what they should have been.
+    pub failed_checks: u64,
+    /// Time that the primary device took for that, nanoseconds.
+    pub check_ns: u64,
+    /// Time that a node's inputs took after the shared node before it was done, or the step began, nanoseconds: mostly what
+    /// comes before it in the step.
+    pub input_ready_ns: u64,
     /// Time from the first hand-over of a node to its last part, nanoseconds.
     pub region_ns: u64,
+    /// What of that the device that worked longest did not work, nanoseconds: hand-over, and waiting for other work of it.
+    pub gap_ns: u64,
     /// Nodes whose last part came from each device.
     pub last: BTreeMap<DeviceId, u64>,
 }
@@ -103,6 +126,13 @@ impl Operations {
         self.fallbacks.iter().max_by_key(|(_, count)| **count).map(|(reason, _)| *reason)
     }
 
+    /// The reason for most of what was planned and not handed over, if anything was not.
+    pub fn why_missing(&self) -> Option<Fallback> {
+        let missing = [Fallback::Latched, Fallback::Memory, Fallback::Quarantined, Fallback::Cancelled];
+        let counts = self.fallbacks.iter().filter(|(reason, _)| missing.contains(reason));
+        counts.max_by_key(|(_, count)| **count).map(|(reason, _)| *reason).filter(|_| self.dispatched() < self.planned)
+    }
+
     fn add(&mut self, other: &Self) {
         self.planned += other.planned;
         self.exact += other.exact;
@@ -114,7 +144,12 @@ impl Operations {
         self.runtime_failures += other.runtime_failures;
         self.logical_rows += other.logical_rows;
         self.padded_rows += other.padded_rows;
+        self.checks += other.checks;
+        self.failed_checks += other.failed_checks;
+        self.check_ns += other.check_ns;
+        self.input_ready_ns += other.input_ready_ns;
         self.region_ns += other.region_ns;
+        self.gap_ns += other.gap_ns;
         other.fallbacks.iter().for_each(|(reason, count)| *self.fallbacks.entry(*reason).or_default() += count);
         other.last.iter().for_each(|(device, count)| *self.last.entry(*device).or_default() += count);
     }

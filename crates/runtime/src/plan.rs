@@ -60,7 +60,8 @@ pub(crate) struct Schedule {
 
 /// Placement of the nodes of prefill steps; nodes that it does not name, and all nodes of other steps, are the primary
 /// device's. Every prefill row of a planned projection is computed in the arithmetic of its procedures, whoever does it: what
-/// a chunk's width or a failed engine changes is the time, not the result.
+/// a chunk's width or a failed engine changes is the time, not the result. With engines that cannot be repeated it changes
+/// the rounding as well ([`Self::repeats_rows`]).
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     tile: usize,
@@ -68,6 +69,8 @@ pub struct Plan {
     tail_threshold: usize,
     projections: BTreeMap<WeightKey, PlannedProjection>,
     digest: String,
+    /// See [`Self::unrepeatable`].
+    unrepeatable: bool,
 }
 
 impl Plan {
@@ -89,9 +92,20 @@ impl Plan {
         arithmetic: &str,
     ) -> Self {
         assert!(tile > 0, "a tile has rows");
-        let mut plan = Self { tile, tail_threshold, projections, digest: String::new() };
+        let mut plan = Self { tile, tail_threshold, projections, digest: String::new(), unrepeatable: false };
         plan.digest = plan.digest_of(arithmetic);
         plan
+    }
+
+    /// The primary device cannot repeat what engines compute.
+    #[must_use]
+    pub fn unrepeatable(self) -> Self {
+        Self { unrepeatable: true, ..self }
+    }
+
+    /// True if a row has the same bits whoever computes it, so that rows of one prompt may serve another.
+    pub fn repeats_rows(&self) -> bool {
+        !self.unrepeatable
     }
 
     /// Rows of a tile.

@@ -12,8 +12,9 @@ use troika_device::npu::{
 };
 use troika_graph::{Kind, Op, StepGraph, WeightKey, WeightRef, WeightSource};
 
-use crate::cost::Error;
 use crate::eligibility::{Eligibility, eligibility};
+use crate::executor::LoadedBank;
+use crate::executor::check::difference;
 use crate::partition::{Alignment, Partition};
 use crate::plan::{DeviceId, Plan, PlannedProjection, Shares, projection_key};
 
@@ -89,8 +90,8 @@ pub struct Prepared {
     pub plan: Plan,
     /// One per projection of the model.
     pub records: Vec<Record>,
-    /// Bytes of all banks, as the back end says.
-    pub resident_bytes: u64,
+    /// What can be given up if memory is short.
+    pub banks: Vec<LoadedBank>,
     /// Why no engine takes part.
     pub unavailable: Option<String>,
 }
@@ -202,7 +203,7 @@ pub fn prepare(
     let mut records = dry_run(graph, source, &limits, options);
     let none = |records, reason: String| {
         let (devices, plan) = (Vec::new(), Plan::primary());
-        Prepared { devices, plan, records, resident_bytes: 0, unavailable: Some(reason) }
+        Prepared { devices, plan, records, banks: Vec::new(), unavailable: Some(reason) }
     };
     if class != NumericClass::Fast {
         return none(records, format!("class: engines go with class fast, not {class}"));
@@ -228,7 +229,8 @@ pub fn prepare(
         programs: (0..limits.instances).map(programs).collect(),
         benefits: candidates.iter().map(work).collect(),
     };
-    let Banks { instances, dropped, last_error, resident_bytes, .. } = load_banks(&**backend, &bank_options);
+    let Banks { instances, dropped, last_error, spans, .. } = load_banks(&**backend, &bank_options);
+    let loaded: Vec<LoadedBank> = spans.iter().map(|span| loaded_bank(&candidates, span, &**backend)).collect();
     let error = || last_error.as_ref().map_or_else(String::new, NpuError::to_string);
     for place in &dropped {
         let record = &mut records[candidates[*place].record];
@@ -262,7 +264,22 @@ pub fn prepare(
     let projections = candidates.into_iter().map(|candidate| (candidate.key, candidate.planned())).collect();
     let arithmetic = if limits.repeatable { "int8 per channel, groups of 32".to_owned() } else { backend.version() };
     let plan = Plan::new(options.tile, options.tail_threshold, projections, &arithmetic);
-    Prepared { devices, plan, records, resident_bytes, unavailable: None }
+    let plan = if limits.repeatable { plan } else { plan.unrepeatable() };
+    Prepared { devices, plan, records, banks: loaded, unavailable: None }
+}
+
+/// The bank that holds the candidates of `span` on each instance.
+fn loaded_bank(candidates: &[Candidate], span: &[usize], backend: &dyn NpuBackend) -> LoadedBank {
+    let places = || span.iter().map(|place| &candidates[*place]);
+    let ids = |instance: usize| places().map(|candidate| candidate.engine[instance].id).collect();
+    let instances = 0..backend.limits().instances;
+    let bytes = places().flat_map(|candidate| &candidate.compiled).map(|compiled| compiled.resident_bytes).sum();
+    LoadedBank {
+        keys: places().map(|candidate| candidate.key).collect(),
+        procedures: instances.map(|instance| (DeviceId(1 + instance as u16), ids(instance))).collect(),
+        bytes: if backend.shares_weights() { 0 } else { bytes },
+        benefit: places().flat_map(|candidate| &candidate.engine).map(|procedure| procedure.work() as f64).sum(),
+    }
 }
 
 /// Packs the weights of every admitted projection, one after another.
@@ -396,25 +413,14 @@ fn probe(device: &NpuDevice, procedure: &Arc<Procedure>, repeatable: bool) -> Re
     let got = device.probe(procedure, &x).map_err(|error| format!("warm-up: {error}"))?;
     let rows = PROBED_ROWS.min(procedure.tile);
     let want = procedure.compute_alone(&x[..rows * procedure.input_cols()]);
-    let mut pairs = Vec::new();
-    let (mut got, mut want) = (&got[..], &want[..]);
+    let mut compared = Vec::new();
+    let mut got = &got[..];
     for place in procedure.outputs(&(0..rows)) {
         let width = place.groups * place.channels.len();
-        pairs.extend(got[..rows * width].iter().copied().zip(want[..rows * width].iter().copied()));
-        (got, want) = (&got[procedure.tile * width..], &want[rows * width..]);
+        compared.extend_from_slice(&got[..rows * width]);
+        got = &got[procedure.tile * width..];
     }
-    let name = &procedure.name;
-    if repeatable {
-        let differs = pairs.iter().position(|(got, want)| got.to_bits() != want.to_bits());
-        return differs
-            .map_or(Ok(()), |at| Err(format!("quarantined: {name} gives {} instead of {}", pairs[at].0, pairs[at].1)));
-    }
-    let (got, want): (Vec<f32>, Vec<f32>) = pairs.into_iter().unzip();
-    let error = Error::between(&got, &want);
-    if error.is_small() {
-        return Ok(());
-    }
-    Err(format!("quarantined: {name} is off by {:.1} %, cosine {:.4}", error.relative * 100.0, error.cosine))
+    difference(procedure, &compared, &want, repeatable).map_or(Ok(()), |what| Err(format!("quarantined: {what}")))
 }
 
 /// Roughly normal numbers, always the same.

@@ -13,7 +13,8 @@ mod scheduler;
 
 pub use geometry::{Geometry, GeometryRequest};
 pub use scheduler::{
-    ChunkRecord, Lane, Limits, MAX_PASSED_OVER, NewSequence, Part, Refusal, Scheduler, StateCost, StepPlan, Urgency,
+    ChunkRecord, Lane, Limits, MAX_PASSED_OVER, NARROWINGS, NewSequence, Part, Refusal, Scheduler, StateCost, StepPlan,
+    Urgency,
 };
 
 /// A reason why a chunk is narrower than it was.

@@ -12,6 +12,9 @@ use crate::{Narrowing, Rule};
 /// A sequence with prompt left that was not in so many prefill steps in a row goes into the next, whatever its length.
 pub const MAX_PASSED_OVER: u32 = 4;
 
+/// How often a step may be halved for want of memory.
+pub const NARROWINGS: usize = 4;
+
 /// Which kind of step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
@@ -63,10 +66,22 @@ pub struct Limits {
     pub max_itl_us: u64,
     /// Bytes for the state of all sequences; activations are not part of it.
     pub state_bytes: u64,
+    /// Bytes that others give up before steps are narrowed or state is taken back, see [`Scheduler::bytes_short`].
+    pub reserve_bytes: u64,
+    /// Bytes of activations that are free for state if steps are half as wide, a quarter, and so on: all together, ascending.
+    pub narrowing_frees: [u64; NARROWINGS],
     pub state_cost: StateCost,
     /// Prefill and decode steps are of two numeric classes: what was decoded once is decoded again after a preemption, so that
     /// it comes out the same.
     pub replay_decoded: bool,
+}
+
+impl Limits {
+    /// Most bytes that there can be for state: with the reserve, and beside the narrowest steps.
+    pub fn most_state_bytes(&self) -> u64 {
+        let frees = self.narrowing_frees[NARROWINGS - 1];
+        self.state_bytes.saturating_add(self.reserve_bytes).saturating_add(frees)
+    }
 }
 
 /// A sequence that comes in.
@@ -143,6 +158,8 @@ struct Entry {
     /// Its steps in flight, oldest first, and its tokens in each.
     in_flight: VecDeque<(u64, usize)>,
     paused: bool,
+    /// Loses its state once none of its steps is in flight, to be computed again.
+    restarts: bool,
     /// Ended, or lost its state, while a step of it was in flight.
     ended: bool,
     passed_over: u32,
@@ -168,7 +185,7 @@ impl Entry {
     }
 
     fn is_active(&self) -> bool {
-        self.attached && !self.ended && !self.paused
+        self.attached && !self.ended && !self.paused && !self.restarts
     }
 
     fn can_run(&self, lane: Lane) -> bool {
@@ -237,8 +254,9 @@ impl Scheduler {
     pub fn submit(&mut self, id: RequestId, new: NewSequence) -> Result<(), Refusal> {
         assert!(new.tokens > 0, "a sequence has at least one token");
         let need_bytes = self.bytes_of(new.tokens + 1);
-        if need_bytes > self.limits.state_bytes {
-            return Err(Refusal::NeverFits { need_bytes, limit_bytes: self.limits.state_bytes });
+        let limit_bytes = self.limits.most_state_bytes();
+        if need_bytes > limit_bytes {
+            return Err(Refusal::NeverFits { need_bytes, limit_bytes });
         }
         // Those that were preempted have been let in once, and take nobody's place.
         let queued = self.sequences.values().filter(|entry| !entry.started && !entry.ended).count();
@@ -257,6 +275,7 @@ impl Scheduler {
             started: false,
             in_flight: VecDeque::new(),
             paused: false,
+            restarts: false,
             ended: false,
             passed_over: 0,
         };
@@ -286,7 +305,7 @@ impl Scheduler {
             self.sequences.iter().filter(|(_, e)| !e.admitted && !e.ended).map(|(id, _)| *id).collect();
         order.sort_by_key(|id| Self::rank(&self.sequences[id]));
         let mut admitted = Vec::new();
-        let mut free = self.limits.state_bytes.saturating_sub(self.reserved_bytes());
+        let mut free = self.state_limit().saturating_sub(self.reserved_bytes());
         for (running, id) in (self.num_running()..).zip(order) {
             let need = self.bytes_of(self.sequences[&id].tokens + 1);
             // Room for those who run to grow by a block, or they would soon take it back.
@@ -388,11 +407,11 @@ impl Scheduler {
 
     /// Takes state back until what the running sequences hold fits: least urgent first, then the youngest.
     fn make_room(&mut self, plan: &mut StepPlan) {
-        while self.reserved_bytes() > self.limits.state_bytes {
+        while self.reserved_bytes() > self.state_limit() {
             let victims = self.sequences.iter().filter(|(_, e)| e.admitted && !e.ended && e.in_flight.is_empty());
             let victim = victims.min_by_key(|(_, e)| (e.urgency, Reverse(e.arrival))).map(|(id, _)| *id);
             let Some(id) = victim else { return };
-            if self.bytes_of(self.sequences[&id].tokens + 1) > self.limits.state_bytes {
+            if self.bytes_of(self.sequences[&id].tokens + 1) > self.limits.most_state_bytes() {
                 // It would never come back.
                 self.sequences.remove(&id);
                 plan.exhausted.push(id);
@@ -412,8 +431,9 @@ impl Scheduler {
         order.sort_by_key(|id| Self::rank(&self.sequences[id]));
         // Only streams that wait for tokens are a reason to narrow.
         let streams = self.sequences.values().any(|e| e.is_active() && e.decodes());
-        let halvings = if streams { self.pace.halvings(self.limits.geometry.step) } else { 0 };
-        let mut budget = self.limits.budget_tokens >> halvings;
+        let hurry = if streams { self.pace.halvings(self.limits.geometry.step) } else { 0 };
+        let halvings = Halvings { throttle: self.throttle(), hurry };
+        let mut budget = self.limits.budget_tokens >> halvings.throttle.max(hurry);
         let mut parts = Vec::new();
         for id in order {
             let entry = self.sequences.get_mut(&id).expect("listed above");
@@ -528,6 +548,72 @@ impl Scheduler {
         self.in_flight.is_empty() && !self.sequences.values().any(runnable)
     }
 
+    /// Bytes that are missing, if steps are to stay as wide as they are and everybody is to keep their state: before the next
+    /// [`Self::admit`], whoever holds the reserve should give it up, and say so to [`Self::take_bytes`].
+    pub fn bytes_short(&self) -> u64 {
+        self.largest_need().max(self.reserved_bytes()).saturating_sub(self.limits.state_bytes)
+    }
+
+    /// Somebody has given up `bytes` of the reserve.
+    pub fn take_bytes(&mut self, bytes: u64) {
+        self.limits.state_bytes = self.limits.state_bytes.saturating_add(bytes);
+        self.limits.reserve_bytes = self.limits.reserve_bytes.saturating_sub(bytes);
+    }
+
+    /// Bytes that the largest running sequence needs; if none runs, those of the one that waits to be the next.
+    fn largest_need(&self) -> u64 {
+        let running = self.sequences.values().filter(|e| e.admitted && !e.ended).map(|e| e.tokens).max();
+        let next = || self.sequences.values().filter(|e| !e.admitted && !e.ended).min_by_key(|e| Self::rank(e));
+        running.or_else(|| next().map(|entry| entry.tokens)).map_or(0, |tokens| self.bytes_of(tokens + 1))
+    }
+
+    /// How often the next prefill step is halved so that the largest sequence has room beside it.
+    fn throttle(&self) -> u32 {
+        let (need, limits) = (self.largest_need(), &self.limits);
+        // What does not even fit beside the narrowest step is not helped by narrow ones.
+        if need <= limits.state_bytes || need > limits.most_state_bytes() {
+            return 0;
+        }
+        let fits = |frees: &u64| need <= limits.state_bytes.saturating_add(*frees);
+        limits.narrowing_frees.iter().position(fits).map_or(0, |index| index as u32 + 1)
+    }
+
+    /// [`Self::throttle`] as far as steps in flight are that narrow already.
+    pub fn throttle_in_force(&self) -> u32 {
+        let (rows, budget) = (self.rows_of_prefill(), self.limits.budget_tokens);
+        (0..=self.throttle()).rev().find(|times| rows <= budget >> times).unwrap_or(0)
+    }
+
+    /// Bytes for state now.
+    pub fn state_limit(&self) -> u64 {
+        let frees = match self.throttle_in_force() {
+            0 => 0,
+            times => self.limits.narrowing_frees[times as usize - 1],
+        };
+        self.limits.state_bytes.saturating_add(frees)
+    }
+
+    /// What was computed of these sequences is not to be trusted. Each loses its state once none of its steps is in flight.
+    pub fn restart(&mut self, ids: impl IntoIterator<Item = RequestId>) {
+        for id in ids {
+            if let Some(entry) = self.sequences.get_mut(&id).filter(|entry| entry.admitted) {
+                entry.restarts = true;
+            }
+        }
+    }
+
+    /// Sequences that [`Self::restart`] was called for and that lose their state now; they wait to be admitted again.
+    pub fn take_restarted(&mut self) -> Vec<RequestId> {
+        let mut restarted = Vec::new();
+        for (id, entry) in &mut self.sequences {
+            if entry.restarts && entry.in_flight.is_empty() && !entry.ended {
+                (entry.restarts, entry.admitted, entry.attached, entry.computed) = (false, false, false, 0);
+                restarted.push(*id);
+            }
+        }
+        restarted
+    }
+
     /// Bytes that a sequence of `tokens` tokens may hold.
     pub fn bytes_of(&self, tokens: usize) -> u64 {
         self.limits.state_cost.bytes_of(tokens, self.limits.geometry.block)
@@ -570,8 +656,17 @@ impl Scheduler {
     }
 }
 
+/// How often a step is halved, and why.
+#[derive(Clone, Copy)]
+struct Halvings {
+    /// Memory is short.
+    throttle: u32,
+    /// Streams wait for tokens.
+    hurry: u32,
+}
+
 /// The next chunk of a sequence (hybrid spec 10.2): from the step's width, narrowed by one rule after another.
-fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: u32) -> ChunkRecord {
+fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: Halvings) -> ChunkRecord {
     let start = entry.scheduled();
     let mut chunk = ChunkRecord { start, width: geometry.step, narrowed_by: Vec::new() };
     let mut narrow = |rule, after: usize| {
@@ -580,7 +675,8 @@ fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: u32) -> ChunkRecord {
             chunk.width = after;
         }
     };
-    let step = geometry.narrowed(halvings);
+    narrow(Rule::Memory, geometry.narrowed(halvings.throttle));
+    let step = geometry.narrowed(halvings.throttle.max(halvings.hurry));
     narrow(Rule::MaxItl, step);
     narrow(Rule::Alignment, step - start % step);
     // The last token goes through the decode lane.

@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use troika_engine::{
     FeatureState, HybridStatus, KindPlan, Ledger,
-    api::{ChunkRecord, RequestRecord, Usage},
+    api::{ChunkRecord, RequestRecord, StepNote, Usage},
 };
 use troika_prompt::Tokenizer;
 
@@ -122,13 +122,15 @@ pub(crate) async fn request(
         );
         return Err(ApiError::request(StatusCode::NOT_FOUND, "request_not_found", message));
     };
+    let status = app.state.generator.status();
+    let (hybrid, geometry) = (status.hybrid, status.geometry);
+    let tile = hybrid.as_ref().map_or(0, |hybrid| hybrid.tile);
     let choices = entry.records.iter().map(|record| match record {
         None => Value::Null,
-        Some(record) => describe(record, &app.state.tokenizer),
+        Some(record) => describe(record, &app.state.tokenizer, tile),
     });
     let mut ledger = Ledger::default();
     entry.records.iter().flatten().for_each(|record| ledger.merge(&record.ledger));
-    let hybrid = app.state.generator.status().hybrid;
     let is_over = entry.ending.is_some() && entry.records.iter().all(Option::is_some);
     let body = json!({
         "id": entry.id,
@@ -142,6 +144,7 @@ pub(crate) async fn request(
         "completion_tokens": entry.completion_tokens,
         "first_token_ms": entry.first_token_us.map(millis),
         "total_ms": entry.ending.map(|_| millis(entry.total_us)),
+        "geometry": geometry,
         "plan": hybrid.as_ref().map(|hybrid| plan(hybrid, &ledger)),
         "ledger": hybrid.as_ref().map(|hybrid| json!({"kinds": hybrid.counts(&ledger)})),
         "verdict": hybrid.as_ref().map(|hybrid| verdict(hybrid, &ledger)),
@@ -177,8 +180,10 @@ fn verdict(hybrid: &HybridStatus, ledger: &Ledger) -> String {
     }
 }
 
-fn describe(record: &RequestRecord, tokenizer: &Tokenizer) -> Value {
+fn describe(record: &RequestRecord, tokenizer: &Tokenizer, tile: usize) -> Value {
     let usage = &record.usage;
+    // A chunk whose step failed has none.
+    let steps = record.steps.iter().map(Some).chain(std::iter::repeat(None));
     let diverged = record.diverged.map(|at| {
         let bytes = tokenizer.token_bytes(at.token).unwrap_or_default();
         json!({"position": at.position, "token": at.token, "text": String::from_utf8_lossy(bytes)})
@@ -188,12 +193,14 @@ fn describe(record: &RequestRecord, tokenizer: &Tokenizer) -> Value {
         "cached_tokens": usage.cached_tokens,
         "cached_tokens_from_disk": usage.cached_tokens_from_disk,
         "cached_tier": tier(usage),
+        "alignment": if record.is_shifted { "shifted" } else { "aligned" },
         "diverged": diverged,
         "stored_blocks": record.stored_blocks,
         "skipped_blocks": record.skipped_blocks,
         "skipped_because": record.skipped_because,
         "preemptions": record.preemptions,
-        "chunks": record.chunks.iter().map(chunk).collect::<Vec<_>>(),
+        "restarts": record.restarts,
+        "chunks": record.chunks.iter().zip(steps).map(|(of, step)| chunk(of, step, tile)).collect::<Vec<_>>(),
         "completion_tokens": usage.completion_tokens,
         "queue_ms": millis(usage.queue_us),
         "prefill_ms": millis(usage.prefill_us),
@@ -201,10 +208,20 @@ fn describe(record: &RequestRecord, tokenizer: &Tokenizer) -> Value {
     })
 }
 
-fn chunk(chunk: &ChunkRecord) -> Value {
+fn chunk(chunk: &ChunkRecord, step: Option<&StepNote>, tile: usize) -> Value {
     let narrowed = chunk
         .narrowed_by
         .iter()
         .map(|narrowing| json!({"rule": narrowing.rule.name(), "before": narrowing.before, "after": narrowing.after}));
-    json!({"start": chunk.start, "tokens": chunk.width, "narrowed_by": narrowed.collect::<Vec<_>>()})
+    let tiled_rows = step.map(|step| step.tiled_rows);
+    json!({
+        "start": chunk.start,
+        "tokens": chunk.width,
+        "narrowed_by": narrowed.collect::<Vec<_>>(),
+        "path": tiled_rows.map(|rows| if rows > 0 { "engines" } else { "primary" }),
+        "tiles": tiled_rows.map(|rows| rows / tile.max(1)),
+        "padded_rows": step.map(|step| step.tiled_rows.saturating_sub(step.rows)),
+        "model_ms": step.map(|step| millis(step.model_us)),
+        "total_ms": step.map(|step| millis(step.total_us)),
+    })
 }

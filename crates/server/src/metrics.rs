@@ -23,7 +23,7 @@ use prometheus_client::{
     registry::Registry,
 };
 use troika_engine::{
-    HybridStatus,
+    HybridBytes, HybridStatus,
     api::{CacheStatus, EngineStatus, NodeTotals, StepTotals},
 };
 
@@ -153,6 +153,8 @@ fn describe_cache(registry: &mut Registry, cache: &CacheStatus, block_bytes: u64
     let skipped =
         [("no_parent", cache.skipped_no_parent), ("no_room", cache.skipped_no_room), ("mixed", cache.skipped_mixed)];
     count_each(registry, "cache_skipped_blocks", "Blocks and boundaries that were not stored", "reason", skipped);
+    let help = "How often all that was kept was given up since an engine's numbers were wrong";
+    gauge(registry, "cache_closed_classes", help, cache.closed as u64);
     count(registry, "cache_disk_read_files", "Files read and found sound", cache.disk_read);
     count(registry, "cache_disk_written_files", "Files written", cache.disk_written);
     let help = "Writes dropped because too many waited or there was no room";
@@ -194,7 +196,9 @@ fn describe_hybrid(registry: &mut Registry, hybrid: &HybridStatus) {
     ];
     state.get_or_create(&labels.to_vec()).set(1);
     registry.register("hybrid_state", "What neural engines do in prefill, and by which plan", state);
-    let [operations, fallbacks, bypasses, parts] = std::array::from_fn(|_| Family::<Labels, Counter>::default());
+    let [operations, fallbacks, bypasses, parts, failures, checks] =
+        std::array::from_fn(|_| Family::<Labels, Counter>::default());
+    let mut seconds = Vec::new();
     for (kind, counts) in &hybrid.kinds {
         let count = |family: &Family<Labels, Counter>, label: &'static str, of: &str, count: u64| {
             let labels = vec![("kind", (*kind).to_owned()), (label, of.to_owned())];
@@ -212,11 +216,30 @@ fn describe_hybrid(registry: &mut Registry, hybrid: &HybridStatus) {
         count(&bypasses, "lane", "decode", counts.bypass_decode);
         count(&bypasses, "lane", "verify", counts.bypass_verify);
         counts.dispatched.iter().for_each(|(device, n)| count(&parts, "device", device, *n));
+        failures.get_or_create(&vec![("kind", (*kind).to_owned())]).inc_by(counts.runtime_failures);
+        count(&checks, "result", "good", counts.checks - counts.failed_checks);
+        count(&checks, "result", "wrong", counts.failed_checks);
+        let times = [
+            ("input_ready", counts.input_ready_ms),
+            ("region", counts.region_ms),
+            ("gap", counts.gap_ms),
+            ("check", counts.check_ms),
+        ];
+        let labels = |of: &str| vec![("kind", (*kind).to_owned()), ("of", of.to_owned())];
+        seconds.extend(times.map(|(of, ms)| (labels(of), (ms * 1e3) as u64)));
     }
     registry.register("hybrid_operations", "Projections on tiles of rows, by what became of them", operations);
     registry.register("hybrid_fallbacks", "Projections of prefill rows that the primary did alone", fallbacks);
     registry.register("hybrid_bypasses", "Projections of steps that no plan gives to engines", bypasses);
     registry.register("hybrid_parts", "Parts of operations handed to each device", parts);
+    registry.register("hybrid_failures", "Parts that failed on an engine", failures);
+    registry.register("hybrid_checks", "Parts of which the primary has repeated some rows", checks);
+    count_seconds(registry, "hybrid_seconds", "Times of operations, those of several at once added up", seconds);
+    let HybridBytes { weights, banks, surfaces } = hybrid.bytes;
+    let bytes = [("weights", weights), ("banks", banks), ("surfaces", surfaces)];
+    gauge_each(registry, "hybrid_bytes", "Held for engines beside the model's own weights", "of", bytes);
+    let aside = [("latched", hybrid.latched.len() as u64), ("shed", hybrid.shed.len() as u64)];
+    gauge_each(registry, "hybrid_projections", "Projections that engines had and have no more", "state", aside);
 }
 
 fn gauge(registry: &mut Registry, name: &str, help: &str, value: u64) {

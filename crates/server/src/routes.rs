@@ -126,7 +126,10 @@ impl App {
                 let reason = "prefixes are not kept on disk: it refuses to write or to read; the log says why";
                 (StatusCode::OK, "degraded", Some(reason.to_owned()))
             }
-            (None, None) => (StatusCode::OK, "ok", None),
+            (None, None) => match engine.hybrid.map(|hybrid| hybrid.state) {
+                Some(state) if state.starts_with("quarantined") => (StatusCode::OK, "degraded", Some(state)),
+                _ => (StatusCode::OK, "ok", None),
+            },
         }
     }
 }

@@ -279,6 +279,7 @@ impl StepRunner for HashModel {
             elapsed_us,
             longest_node_us,
             ledger: Ledger::default(),
+            tiled_rows: 0,
         }))
     }
 }

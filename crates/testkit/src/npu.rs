@@ -19,6 +19,10 @@ pub struct NpuFaults {
     pub failing_run: Option<u64>,
     /// Every run adds this to its first output.
     pub noise: f32,
+    /// Only runs from this number on do, counted as above.
+    pub noise_from: Option<u64>,
+    /// Banks are copies of their weights, so that unloading one frees memory.
+    pub copies_weights: bool,
 }
 
 /// See the module.
@@ -35,13 +39,14 @@ struct Shared {
     /// Runs since [`FaultyNpu::arm`]; below zero before.
     runs: AtomicI64,
     banks: AtomicU64,
+    bank_bytes: AtomicU64,
 }
 
 impl FaultyNpu {
     /// `inner` with `faults`.
     pub fn new(inner: Arc<dyn NpuBackend>, faults: NpuFaults) -> Self {
         let (limits, loads_left) = (inner.limits().clone(), AtomicI64::new(faults.failing_loads));
-        let shared = Arc::new(Shared { runs: AtomicI64::new(i64::MIN / 2), banks: AtomicU64::new(0) });
+        let shared = Arc::new(Shared { runs: AtomicI64::new(i64::MIN / 2), ..Shared::default() });
         Self { inner, limits, faults, shared, loads_left }
     }
 
@@ -59,6 +64,16 @@ impl FaultyNpu {
     /// Banks that are loaded now.
     pub fn num_banks(&self) -> u64 {
         self.shared.banks.load(Ordering::SeqCst)
+    }
+
+    /// Their bytes.
+    pub fn bank_bytes(&self) -> u64 {
+        self.shared.bank_bytes.load(Ordering::SeqCst)
+    }
+
+    /// Runs since [`Self::arm`].
+    pub fn num_runs(&self) -> u64 {
+        self.shared.runs.load(Ordering::SeqCst).max(0) as u64
     }
 }
 
@@ -100,8 +115,13 @@ impl NpuBackend for FaultyNpu {
         }
         let inner = self.inner.load(instance, programs)?;
         self.shared.banks.fetch_add(1, Ordering::SeqCst);
+        self.shared.bank_bytes.fetch_add(bytes, Ordering::SeqCst);
         let (shared, faults) = (Arc::clone(&self.shared), self.faults.clone());
-        Ok(Box::new(FaultyBank { inner, shared, faults }))
+        Ok(Box::new(FaultyBank { inner, shared, faults, bytes }))
+    }
+
+    fn shares_weights(&self) -> bool {
+        !self.faults.copies_weights && self.inner.shares_weights()
     }
 
     fn enter(&self, instance: usize) {
@@ -113,6 +133,7 @@ struct FaultyBank {
     inner: Box<dyn Bank>,
     shared: Arc<Shared>,
     faults: NpuFaults,
+    bytes: u64,
 }
 
 impl Bank for FaultyBank {
@@ -122,7 +143,8 @@ impl Bank for FaultyBank {
             return Err(NpuError::Run { procedure: format!("procedure {index}"), reason: format!("run {run} fails") });
         }
         self.inner.run(index, x, out)?;
-        if self.faults.noise != 0.0 {
+        let is_noisy = self.faults.noise_from.is_none_or(|first| run >= first as i64);
+        if self.faults.noise != 0.0 && is_noisy {
             match &mut out[0] {
                 Output::Rows(rows) => rows.iter_mut().step_by(7).for_each(|x| *x += self.faults.noise),
                 Output::Pieces(pieces) => pieces.iter_mut().for_each(|piece| piece[0] += self.faults.noise),
@@ -135,5 +157,6 @@ impl Bank for FaultyBank {
 impl Drop for FaultyBank {
     fn drop(&mut self) {
         self.shared.banks.fetch_sub(1, Ordering::SeqCst);
+        self.shared.bank_bytes.fetch_sub(self.bytes, Ordering::SeqCst);
     }
 }

@@ -11,6 +11,7 @@ use std::{
 };
 
 use troika_base::RequestId;
+use troika_engine::HybridStatus;
 use troika_engine::api::{
     ConstraintState, Delivery, EngineStatus, Event, EventSink, FinishReason, GenerateRequest, Generator, Logprobs,
     RequestRecord, SubmitError, Usage,
@@ -67,6 +68,7 @@ pub struct ScriptedEngine {
     max_context_tokens: usize,
     max_requests: Mutex<usize>,
     failure: Mutex<Option<String>>,
+    hybrid: Mutex<Option<HybridStatus>>,
     next_id: AtomicU64,
     tokens_taken: Arc<AtomicUsize>,
     log: Arc<Mutex<Log>>,
@@ -87,6 +89,7 @@ impl ScriptedEngine {
             max_context_tokens: 4096,
             max_requests: Mutex::new(usize::MAX),
             failure: Mutex::new(None),
+            hybrid: Mutex::new(None),
             next_id: AtomicU64::new(1),
             tokens_taken: Arc::default(),
             log: Arc::default(),
@@ -106,6 +109,11 @@ impl ScriptedEngine {
     /// From now on, refuses requests while so many run.
     pub fn limit_requests(&self, max_requests: usize) {
         *lock(&self.max_requests) = max_requests;
+    }
+
+    /// From now on, says this of neural engines.
+    pub fn set_hybrid(&self, hybrid: HybridStatus) {
+        *lock(&self.hybrid) = Some(hybrid);
     }
 
     /// From now on, refuses everything for this reason.
@@ -176,7 +184,8 @@ impl Generator for ScriptedEngine {
     fn status(&self) -> EngineStatus {
         let running = lock(&self.log).running.len();
         let failure = lock(&self.failure).clone();
-        EngineStatus { running, failure, retry_after_s: SCRIPTED_RETRY_AFTER_S, ..EngineStatus::default() }
+        let hybrid = lock(&self.hybrid).clone();
+        EngineStatus { running, failure, hybrid, retry_after_s: SCRIPTED_RETRY_AFTER_S, ..EngineStatus::default() }
     }
 }
 

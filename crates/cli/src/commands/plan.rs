@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use troika_base::NumericClass;
 use troika_base::units::human_bytes;
 use troika_engine::{Choice, Placement, Record};
@@ -36,7 +36,7 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let mut wish = args.hybrid.wish()?.context("no engine is named: use --npu, such as --npu soft")?;
+    let mut wish = args.hybrid.wish()?.engines()?;
     let model = args.model.open()?;
     let options = args.model.runner_options(NumericClass::Fast);
     let choice = model.expect_of_engines(&args.hybrid, &mut wish, &options, args.wavefront.steps())?;

@@ -25,13 +25,13 @@ fn ask(prompt: &[usize], max_tokens: usize) -> Value {
 }
 
 /// The JSON of a success.
-fn post(server: &Server, key: &str, body: &Value) -> Value {
+pub(crate) fn post(server: &Server, key: &str, body: &Value) -> Value {
     let (status, body) = server.request_as(key, "POST", "/v1/completions", &body.to_string());
     assert!(status.contains("200"), "{status} {body}");
     serde_json::from_str(&body).expect("JSON")
 }
 
-fn get(server: &Server, path: &str) -> Value {
+pub(crate) fn get(server: &Server, path: &str) -> Value {
     let (status, body) = server.request("GET", path, "");
     assert!(status.contains("200"), "{status} {body}");
     serde_json::from_str(&body).expect("JSON")
@@ -44,7 +44,7 @@ fn cached(reply: &Value) -> (u64, &Value) {
 }
 
 /// How a request was served, once the engine has let go of it.
-fn record(server: &Server, reply: &Value) -> Value {
+pub(crate) fn record(server: &Server, reply: &Value) -> Value {
     let path = format!("/troika/requests/{}", reply["id"].as_str().expect("an id"));
     let start = Instant::now();
     loop {
@@ -58,7 +58,7 @@ fn record(server: &Server, reply: &Value) -> Value {
 }
 
 /// Samples of a scrape by name and labels.
-fn metrics(server: &Server) -> BTreeMap<String, f64> {
+pub(crate) fn metrics(server: &Server) -> BTreeMap<String, f64> {
     let (status, body) = server.request("GET", "/metrics", "");
     assert!(status.contains("200"), "{status}");
     let samples = body.lines().filter(|line| line.starts_with("troika_")).map(|line| {
@@ -88,10 +88,19 @@ fn metrics_and_records_tell_what_was_done() {
         (&json!("length"), &json!("fast"), &json!("/v1/completions"))
     );
     let choice = &first["choices"][0];
-    let chunk = |start: usize, tokens: usize| json!({"start": start, "tokens": tokens, "narrowed_by": []});
-    let mut last = chunk(256, 132);
-    last["narrowed_by"] = json!([{"rule": "remaining", "before": 256, "after": 132}]);
-    assert_eq!(choice["chunks"], json!([chunk(0, 256), last]));
+    let chunk = |start: usize, tokens: usize, narrowed_by: Value| {
+        let done = json!({"path": "primary", "tiles": 0, "padded_rows": 0});
+        json!({"start": start, "tokens": tokens, "narrowed_by": narrowed_by, "done": done})
+    };
+    let narrowed = json!([{"rule": "remaining", "before": 256, "after": 132}]);
+    let chunks = choice["chunks"].as_array().expect("a list").iter().map(|of| {
+        let times = ["model_ms", "total_ms"].map(|name| of[name].as_f64().expect("a time"));
+        assert!(0.0 < times[0] && times[0] <= times[1], "{of}");
+        let done = json!({"path": of["path"], "tiles": of["tiles"], "padded_rows": of["padded_rows"]});
+        json!({"start": of["start"], "tokens": of["tokens"], "narrowed_by": of["narrowed_by"], "done": done})
+    });
+    assert_eq!(chunks.collect::<Vec<_>>(), [chunk(0, 256, json!([])), chunk(256, 132, narrowed)]);
+    assert_eq!((&choice["alignment"], &choice["restarts"]), (&json!("aligned"), &json!(0)));
     assert_eq!(
         (&choice["stored_blocks"], &choice["skipped_because"], &choice["diverged"]),
         (&json!(3), &Value::Null, &Value::Null)

@@ -1,5 +1,9 @@
 //! Neural engines from the command line, on nano. Numbers in the names of tests are those of the hybrid spec's section 13.
 
+use serde_json::json;
+
+use crate::diagnosis::{get, metrics, post, record};
+use crate::serving::Server;
 use crate::support::troika;
 
 const BENCH: [&str; 9] =
@@ -72,6 +76,54 @@ fn a_comparison_with_engines_is_hybrid() {
             (&36.into(), &36.into())
         );
     }
+}
+
+/// What a server with an engine says of a prompt of two and a half tiles, in all places.
+#[test]
+fn a_server_shows_what_its_engine_did() {
+    let server = Server::start_with(&[&PLACED[..], &["--tile", "64", "--chunk", "64", "--tail", "32"]].concat());
+    let ready = get(&server, "/troika/status");
+    assert_eq!(ready["hybrid"]["state"], "ready");
+    assert!(ready["geometry"].as_str().expect("text").contains("tile 64, step 64→64, block 128"), "{ready}");
+    // With the last token, which is decoded.
+    let prompt: Vec<u32> = (0..161).map(|i| 20 + i % 200).collect();
+    let reply = post(&server, "", &json!({"prompt": prompt, "max_tokens": 3, "temperature": 0}));
+    let record = record(&server, &reply);
+    assert_eq!((&record["verdict"], &record["geometry"]), (&json!("engaged"), &ready["geometry"]));
+    let kind = &record["ledger"]["kinds"]["shared expert"];
+    let counts = ["planned", "exact", "padded", "merged", "cancelled", "logical_rows", "padded_rows", "bypass_decode"];
+    // Two tiles and one that is padded, in six layers; three decode steps.
+    assert_eq!(counts.map(|name| kind[name].as_u64()), [18, 12, 6, 18, 0, 6 * 160, 6 * 32, 18].map(Some), "{kind}");
+    assert_eq!((&kind["fallbacks"], &kind["dispatched"]["soft0"]), (&json!({}), &json!(18)), "{kind}");
+    for time in ["input_ready_ms", "region_ms", "gap_ms"] {
+        assert!(kind[time].as_f64().is_some_and(|ms| ms >= 0.0), "{time} of {kind}");
+    }
+    assert!(kind["region_ms"].as_f64() >= kind["device_ms"]["soft0"].as_f64(), "{kind}");
+    let chunks = record["choices"][0]["chunks"].as_array().expect("a list").iter();
+    let chunks =
+        chunks.map(|chunk| ["tokens", "tiles", "padded_rows"].map(|name| chunk[name].as_u64().expect("a count")));
+    assert_eq!(chunks.collect::<Vec<_>>(), [[64, 1, 0], [64, 1, 0], [32, 1, 32]]);
+    assert_eq!(record["choices"][0]["chunks"][0]["path"], "engines");
+
+    let status = get(&server, "/troika/status");
+    assert_eq!((&status["hybrid"]["state"], &status["hybrid"]["last_request"]), (&json!("engaged"), &json!("engaged")));
+    assert_eq!(status["hybrid"]["kinds"]["shared expert"]["merged"], 18);
+    let bytes = &status["hybrid"]["bytes"];
+    assert!(bytes["weights"].as_u64() > Some(0) && bytes["surfaces"].as_u64() > Some(0), "{bytes}");
+    assert_eq!(bytes["banks"], 0, "the engine's programs are those weights");
+    assert_eq!(get(&server, "/health")["hybrid"], "engaged");
+    let samples = metrics(&server);
+    let sample = |name: &str| *samples.get(name).unwrap_or_else(|| panic!("no {name} in {samples:#?}"));
+    let operations =
+        |state: &str| format!("troika_hybrid_operations_total{{kind=\"shared expert\",state=\"{state}\"}}");
+    assert_eq!(
+        ["planned", "exact", "padded", "merged"].map(|state| sample(&operations(state))),
+        [18.0, 12.0, 6.0, 18.0]
+    );
+    assert_eq!(sample("troika_hybrid_parts_total{kind=\"shared expert\",device=\"soft0\"}"), 18.0);
+    assert_eq!(sample("troika_hybrid_projections{state=\"shed\"}"), 0.0);
+    let state = samples.keys().find(|name| name.starts_with("troika_hybrid_state{state=\"engaged\"")).expect("a state");
+    assert!(state.contains("tile=\"64\"") && state.contains("fast+hybrid:"), "{state}");
 }
 
 /// An engine that a narrow `--chunk` leaves without work does not pass for one that works.

@@ -7,6 +7,7 @@ mod diagnosis;
 mod hybrid;
 #[cfg(target_os = "linux")]
 mod memory;
+mod ort;
 mod serving;
 mod simulation;
 mod support;

@@ -53,6 +53,7 @@ impl Server {
         self.log.take().expect("only once").join().expect("readable")
     }
 
+    #[cfg(target_os = "linux")]
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }

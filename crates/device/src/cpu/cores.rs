@@ -17,6 +17,19 @@ pub(crate) fn physical() -> Vec<usize> {
     .collect()
 }
 
+/// Keeps the thread of an engine's instance, which has one, on a core: the last ones, so that the first stay with the primary
+/// device.
+pub(crate) fn pin_from_the_end(engine: &str, instance: usize) {
+    let cores = physical();
+    if instance + 1 >= cores.len() {
+        return;
+    }
+    let core = cores[cores.len() - instance - 1];
+    if let Err(error) = pin(core) {
+        tracing::warn!(engine, core, %error, "an instance could not be pinned");
+    }
+}
+
 /// Keeps the caller's thread on a processor.
 #[cfg(target_os = "linux")]
 pub(crate) fn pin(cpu: usize) -> io::Result<()> {

@@ -8,7 +8,7 @@ use troika_graph::op::{
 use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, ValueId, WeightRef};
 use troika_kernels as kernels;
 use troika_kernels::int8::{self, Int8Expert, Product};
-use troika_kernels::{Ctx, ExpertWeights, HcParams, RouteParams, RowList, Visible};
+use troika_kernels::{Ctx, ExpertWeights, Far, HcParams, RouteParams, RowList, Rows, Seen, Visible};
 
 use super::weights::{CpuWeights, Experts, Weight};
 use crate::run::StepRun;
@@ -251,7 +251,8 @@ impl Call<'_> {
         let scale = (width as f32).sqrt().recip();
         self.each_segment(|segment, layer| {
             let pool = layer.index.as_ref().expect("the layer has an indexer");
-            let index = kernels::Index { heads, top_k, scale, keys: pool.rows.list() };
+            let rounded = self.weights.rounds_rows();
+            let index = kernels::Index { heads, top_k, scale, keys: pool.rows.list(), rounded };
             let visible = |row: usize| (segment.position + row + 1) / indexer.ratio;
             let range = |width: usize| segment.row * width..(segment.row + segment.rows) * width;
             let (iq, iw) = (&queries[range(width)], &head_weights[range(heads)]);
@@ -283,6 +284,15 @@ impl Call<'_> {
                 &block[segment.row * attention.head_dim..(segment.row + segment.rows) * attention.head_dim]
             });
             let own = own.as_slice();
+            if self.weights.rounds_rows() {
+                let rows = all_rows(attention, segment, &layer, own);
+                let seen = |row: usize| {
+                    let at = segment.row + row;
+                    let chosen = ids.as_ref().map(|(ids, k)| &ids[at * k..(at + 1) * k]);
+                    seen_rows(attention, segment, row, &rows, chosen)
+                };
+                return kernels::attend_rounded(self.ctx, &q[range.clone()], sink, &rows, seen, &mut out[range]);
+            }
             let visible = |row: usize| match own {
                 [] => {
                     let at = segment.row + row;
@@ -440,6 +450,39 @@ fn block_rows<'a>(attention: &Attention, position: usize, layer: &'a LayerState,
     let first = position.saturating_sub(attention.window).max(layer.window.first());
     let near = layer.window.rows(first..end);
     Visible { near, far: RowList::new(attention.head_dim, own), chosen: None }
+}
+
+/// Every row that a query of the segment may see, as [`causal_rows`] and [`block_rows`] choose from them.
+fn all_rows<'a>(attention: &Attention, segment: &Segment, layer: &'a LayerState, own: &'a [&'a [f32]]) -> Rows<'a> {
+    let (position, d) = (segment.position, attention.head_dim);
+    if !own.is_empty() {
+        let Visible { near, far, .. } = block_rows(attention, position, layer, own);
+        return Rows { near, far };
+    }
+    let end = position + segment.rows;
+    let near = layer.window.rows((position + 1).saturating_sub(attention.window)..end);
+    let far = match attention.ratio {
+        0 => RowList::new(d, &[]),
+        ratio => layer.compressed.as_ref().expect("the layer has a compressor").rows.list().first(end / ratio),
+    };
+    Rows { near, far }
+}
+
+/// Which of [`all_rows`] query `row` of the segment sees.
+fn seen_rows<'a>(
+    attention: &Attention,
+    segment: &Segment,
+    row: usize,
+    rows: &Rows,
+    chosen: Option<&'a [i32]>,
+) -> Seen<'a> {
+    if attention.pattern == AttentionPattern::Block {
+        return Seen { near: 0..rows.near.len() / attention.head_dim, far: Far::First(rows.far.len()) };
+    }
+    let (t, window) = (segment.position + row, attention.window);
+    let first = (segment.position + 1).saturating_sub(window);
+    let far = chosen.map_or(Far::First((t + 1).checked_div(attention.ratio).unwrap_or(0)), Far::Chosen);
+    Seen { near: (t + 1).saturating_sub(window) - first..t + 1 - first, far }
 }
 
 fn round_row(row: &mut [f32], rotary: usize, rounding: RowRounding) {

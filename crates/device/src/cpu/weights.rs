@@ -125,6 +125,7 @@ pub(super) enum Experts<'a> {
 
 /// Every weight of a model.
 pub(super) struct CpuWeights {
+    class: NumericClass,
     matrices: HashMap<WeightKey, Weight>,
     vectors: HashMap<WeightKey, Vec<f32>>,
     tables: HashMap<WeightKey, Vec<i32>>,
@@ -162,8 +163,13 @@ fn is_vector(role: Role) -> bool {
 impl CpuWeights {
     pub(super) fn load(ctx: Ctx, source: &dyn WeightSource, class: NumericClass) -> Result<Self, DeviceError> {
         let mut banks: HashMap<Scope, Vec<Expert>> = HashMap::new();
-        let mut loaded =
-            Self { matrices: HashMap::new(), vectors: HashMap::new(), tables: HashMap::new(), experts: HashMap::new() };
+        let mut loaded = Self {
+            class,
+            matrices: HashMap::new(),
+            vectors: HashMap::new(),
+            tables: HashMap::new(),
+            experts: HashMap::new(),
+        };
         for key in source.keys() {
             let missing = || DeviceError::Weight { key, reason: "announced but not there".to_owned() };
             let tensor = source.tensor(key).ok_or_else(missing)?;
@@ -197,6 +203,11 @@ impl CpuWeights {
         }
         loaded.experts = banks.into_iter().map(|(scope, experts)| (scope, ExpertBank::new(class, experts))).collect();
         Ok(loaded)
+    }
+
+    /// Whether attention and index scores round queries and rows to integers.
+    pub(super) fn rounds_rows(&self) -> bool {
+        self.class == NumericClass::Fast
     }
 
     /// # Panics

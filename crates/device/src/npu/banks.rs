@@ -27,6 +27,8 @@ pub type InstanceBanks = Vec<(Vec<ProcedureId>, Box<dyn Bank>)>;
 pub struct Banks {
     /// One entry per instance.
     pub instances: Vec<InstanceBanks>,
+    /// Places that are in one bank together.
+    pub spans: Vec<Vec<usize>>,
     /// Places whose procedures were left out.
     pub dropped: Vec<usize>,
     /// Ways to cut that were tried.
@@ -47,12 +49,13 @@ pub fn load_banks(backend: &dyn NpuBackend, options: &BankOptions) -> Banks {
     let (mut cap, mut attempts, mut last_error) = (window, 0, None);
     while !kept.is_empty() {
         attempts += 1;
-        match attempt(backend, options, &spans(&kept, &sizes, cap)) {
+        let spans = spans(&kept, &sizes, cap);
+        match attempt(backend, options, &spans) {
             Ok(instances) => {
                 let resident =
                     |programs: &Vec<Program>| kept.iter().map(|i| programs[*i].1.resident_bytes).sum::<u64>();
                 let resident_bytes = options.programs.iter().map(resident).sum();
-                return Banks { instances, dropped, attempts, last_error, resident_bytes };
+                return Banks { instances, spans, dropped, attempts, last_error, resident_bytes };
             }
             Err(error) => {
                 tracing::info!(%error, attempts, "a bank was refused");
@@ -72,7 +75,7 @@ pub fn load_banks(backend: &dyn NpuBackend, options: &BankOptions) -> Banks {
         }
     }
     let instances = options.programs.iter().map(|_| Vec::new()).collect();
-    Banks { instances, dropped, attempts, last_error, resident_bytes: 0 }
+    Banks { instances, spans: Vec::new(), dropped, attempts, last_error, resident_bytes: 0 }
 }
 
 /// Bytes of a place on the instance where it is largest.

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -21,6 +22,8 @@ pub struct NpuDevice {
     capabilities: Capabilities,
     queue: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
+    /// Bytes of the worker's surfaces.
+    surface_bytes: Arc<AtomicU64>,
 }
 
 enum Job {
@@ -43,6 +46,7 @@ impl NpuDevice {
         let capabilities = Capabilities { name: name.clone(), kind: DeviceKind::Npu, description, threads: 1 };
         let (queue, jobs) = channel();
         let mut worker = Worker::new(banks);
+        let surface_bytes = Arc::clone(&worker.surface_bytes);
         let thread = std::thread::Builder::new()
             .name(name)
             .spawn(move || {
@@ -50,7 +54,7 @@ impl NpuDevice {
                 worker.work_off(&jobs);
             })
             .map_err(|e| DeviceError::Threads { threads: 1, reason: e.to_string() })?;
-        Ok(Self { capabilities, queue: Some(queue), thread: Some(thread) })
+        Ok(Self { capabilities, queue: Some(queue), thread: Some(thread), surface_bytes })
     }
 
     /// Runs `procedure` on a tile `x` and waits for its outputs, one after another.
@@ -63,15 +67,6 @@ impl NpuDevice {
         let (done, result) = channel();
         self.send(Job::Probe(Arc::clone(procedure), x.to_vec(), done)).map_err(|_| gone())?;
         result.recv().map_err(|_| gone())?
-    }
-
-    /// Frees the banks that hold none but these procedures, once what is queued is done.
-    ///
-    /// # Errors
-    ///
-    /// If the device has stopped.
-    pub fn shed(&self, procedures: Vec<ProcedureId>) -> Result<(), DeviceError> {
-        self.send(Job::Shed(procedures))
     }
 
     fn send(&self, job: Job) -> Result<(), DeviceError> {
@@ -98,6 +93,15 @@ impl Device for NpuDevice {
         self.send(Job::Part(work))
     }
 
+    /// Frees the banks that hold none but these procedures.
+    fn shed(&self, procedures: Vec<ProcedureId>) -> Result<(), DeviceError> {
+        self.send(Job::Shed(procedures))
+    }
+
+    fn surface_bytes(&self) -> u64 {
+        self.surface_bytes.load(Ordering::Relaxed)
+    }
+
     /// It has a processor of its own.
     fn drive(&self, _: &mut dyn FnMut(Instant) -> bool) -> bool {
         false
@@ -122,6 +126,7 @@ struct Worker {
     /// Memory for padded tiles.
     input: Vec<f32>,
     output: Vec<f32>,
+    surface_bytes: Arc<AtomicU64>,
 }
 
 impl Worker {
@@ -130,7 +135,8 @@ impl Worker {
         let places = procedures.iter().enumerate();
         let places = places.flat_map(|(bank, ids)| ids.iter().enumerate().map(move |(index, id)| (*id, (bank, index))));
         let places = places.collect();
-        Self { banks, procedures, places, input: Vec::new(), output: Vec::new() }
+        let surface_bytes = Arc::default();
+        Self { banks, procedures, places, input: Vec::new(), output: Vec::new(), surface_bytes }
     }
 
     fn work_off(&mut self, jobs: &Receiver<Job>) {
@@ -235,6 +241,8 @@ impl Worker {
         self.input.clear();
         self.input.resize(procedure.tile * procedure.input_cols(), 0.0);
         self.output.resize(procedure.tile * procedure.output_cols(), 0.0);
+        let numbers = self.input.capacity() + self.output.capacity();
+        self.surface_bytes.store((numbers * size_of::<f32>()) as u64, Ordering::Relaxed);
     }
 
     /// Runs a whole tile from the input surface to the output surface.

@@ -2,12 +2,15 @@
 //!
 //! An engine runs *procedures* ([`procedure`]) that were compiled at load for tiles of one row count. What differs between
 //! engines is behind [`NpuBackend`]; [`banks`] brings the compiled procedures onto them, `engine.rs` has the queue and the
-//! thread of each instance, [`soft`] the back end that computes on ordinary cores and is the reference for the others.
+//! thread of each instance, [`soft`] the back end that computes on ordinary cores and is the reference for the others, [`ort`]
+//! the one for engines of other makers, [`cache`] keeps compiled procedures on disk.
 //!
 //! Must not know which operations a plan gives to an engine, nor why.
 
 pub mod banks;
+pub mod cache;
 mod engine;
+pub mod ort;
 pub mod procedure;
 pub mod soft;
 
@@ -17,6 +20,7 @@ use std::sync::Arc;
 pub use troika_kernels::int8::Int8Matrix as ChannelWeights;
 
 pub use banks::{BankOptions, Banks, load_banks};
+pub use cache::CompileCounts;
 pub use engine::NpuDevice;
 pub use procedure::{Body, Procedure, ProcedureId, Product};
 
@@ -120,6 +124,17 @@ pub trait NpuBackend: Send + Sync {
     ///
     /// If the engine does not take them.
     fn load(&self, instance: usize, programs: &[Program]) -> Result<Box<dyn Bank>, NpuError>;
+
+    /// What became of compilations, if they are kept on disk.
+    fn compile_counts(&self) -> Option<CompileCounts> {
+        None
+    }
+
+    /// Loaded programs compute with the weights of their procedures, which the primary device holds too: giving one up frees
+    /// nothing.
+    fn shares_weights(&self) -> bool {
+        false
+    }
 
     /// Called on the thread that drives an instance, before anything runs there.
     fn enter(&self, _instance: usize) {}

@@ -93,15 +93,13 @@ impl NpuBackend for Soft {
         Ok(Box::new(SoftBank { procedures, pool: Arc::clone(&self.pools[instance]), level: self.options.level }))
     }
 
-    /// Instances of one core take the last ones, so that the first stay with the primary device.
+    fn shares_weights(&self) -> bool {
+        true
+    }
+
     fn enter(&self, instance: usize) {
-        let (cores, taken) = (cores::physical(), (instance + 1) * self.options.cores);
-        if self.options.cores > 1 || taken >= cores.len() {
-            return;
-        }
-        let core = cores[cores.len() - taken];
-        if let Err(error) = cores::pin(core) {
-            tracing::warn!(core, %error, "an instance of the soft engine could not be pinned");
+        if self.options.cores == 1 {
+            cores::pin_from_the_end("soft", instance);
         }
     }
 }

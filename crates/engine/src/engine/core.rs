@@ -22,9 +22,10 @@ use troika_scheduler::{
 use super::EngineOptions;
 use super::disk::DiskTier;
 use super::live::Live;
-use super::prefix::{CacheIdentity, Prefixes};
+use super::prefix::{CacheIdentity, Prefixes, Sharing};
+use super::skips::{SkipWarning, Skips, WINDOW};
 use crate::api::{
-    EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, NodeTotals, StepTotals,
+    EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, NodeTotals, StepNote, StepTotals,
 };
 use crate::hybrid::HybridStatus;
 use crate::runner::{Chunk, RunnerError, WantLogits};
@@ -48,9 +49,34 @@ pub trait StepRunner {
         None
     }
 
-    /// The next prefill step has a chunk that `rule` has narrowed.
-    fn note_narrowed(&mut self, rule: Rule) {
-        let _ = rule;
+    /// True if a row of prefill has the same bits whoever computes it, so that it may serve other sequences.
+    fn repeats_rows(&self) -> bool {
+        true
+    }
+
+    /// The next prefill step has a chunk that `rule` has narrowed. `after_hit`: it begins where a kept prefix ends.
+    fn note_narrowed(&mut self, rule: Rule, after_hit: bool) {
+        let _ = (rule, after_hit);
+    }
+
+    /// Bytes that neural engines hold beside the model's own weights, and those of them that [`Self::shed`] would free.
+    fn engine_bytes(&self) -> (u64, u64) {
+        (0, 0)
+    }
+
+    /// Has neural engines give up the part of their work that saves least per byte. Returns the bytes that frees; `None` if
+    /// there is nothing to give up.
+    fn shed(&mut self) -> Option<u64> {
+        None
+    }
+
+    /// Frees memory that finished steps have left for the next ones.
+    fn release_buffers(&self) {}
+
+    /// What was found wrong with an engine's numbers since the last call: no state of any sequence is to be trusted, nor what
+    /// was stored of any.
+    fn take_quarantine(&mut self) -> Option<String> {
+        None
     }
 
     /// Bytes that the values of a step of so many rows take at most, logits of `logit_rows` of them included.
@@ -110,6 +136,8 @@ pub struct StepResult {
     pub longest_node_us: u64,
     /// What engines did of it; empty without any.
     pub ledger: Ledger,
+    /// Rows of the tiles that engines were given of each projection, rows of zeros included.
+    pub tiled_rows: usize,
 }
 
 /// A request on its way to the core.
@@ -151,16 +179,24 @@ pub struct Core<R> {
     in_flight: BTreeMap<Ticket, InFlight>,
     /// When the last step of prompts was done.
     last_prefill_us: u64,
+    /// How often steps are halved for want of memory.
+    throttle: u32,
+    skips: Skips,
 }
 
 impl<R: StepRunner> Core<R> {
-    /// Resolves the geometry and starts with no requests.
-    pub fn new(runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
+    /// Resolves the geometry and starts with no requests. Neural engines may have to give up some of their work for it.
+    pub fn new(mut runner: R, options: &EngineOptions, status: Arc<Mutex<EngineStatus>>) -> Self {
+        make_room_for_a_tile(&mut runner, options);
         let scheduler = Scheduler::new(limits(&runner, options));
         let Geometry { block, granule, .. } = scheduler.limits().geometry;
         let (arithmetic, packing) = (runner.arithmetic(), runner.packing());
-        let excludes_decoded = runner.tile().is_some();
-        let identity = CacheIdentity { arithmetic, packing, excludes_decoded, ..CacheIdentity::default() };
+        let sharing = match runner.tile() {
+            None => Sharing::All,
+            Some(_) if runner.repeats_rows() => Sharing::Prompts,
+            Some(_) => Sharing::Nothing,
+        };
+        let identity = CacheIdentity { arithmetic, packing, sharing, ..CacheIdentity::default() };
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
@@ -172,7 +208,18 @@ impl<R: StepRunner> Core<R> {
             status.geometry = limits.geometry.to_string();
             status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running, limits.wavefront);
         }
-        Self { runner, max_context_tokens, status, scheduler, prefixes, requests, in_flight, last_prefill_us: 0 }
+        Self {
+            runner,
+            max_context_tokens,
+            status,
+            scheduler,
+            prefixes,
+            requests,
+            in_flight,
+            last_prefill_us: 0,
+            throttle: 0,
+            skips: Skips::default(),
+        }
     }
 
     /// Also keeps prefixes on disk; `wake` is called on another thread when a turn would find something read. Without a
@@ -281,7 +328,9 @@ impl<R: StepRunner> Core<R> {
         }
         self.deliver_pending();
         self.forget_ended(now_us);
+        self.give_up_untrusted();
         self.take_loaded(now_us);
+        self.make_memory();
         self.admit(now_us);
         for lane in [Lane::Decode, Lane::Prefill] {
             while self.scheduler.has_room(lane) {
@@ -336,8 +385,75 @@ impl<R: StepRunner> Core<R> {
             if live.started_us.is_none() {
                 status.queued = status.queued.saturating_sub(1);
             }
+            if let Some(hybrid) = &mut status.hybrid {
+                hybrid.note_request(&live.notes.ledger);
+            }
             drop(status);
             live.report_end();
+            if self.prefixes.is_some()
+                && let Some(warning) = self.skips.take(&live.notes)
+            {
+                let SkipWarning { percent, reason, cure } = warning;
+                tracing::warn!(percent, reason, cure, "of the last {WINDOW} requests many blocks were not kept");
+            }
+        }
+    }
+
+    /// If memory is short, engines give up banks before steps are narrowed and before anybody's state is taken.
+    fn make_memory(&mut self) {
+        while self.scheduler.bytes_short() > 0 {
+            let Some(bytes) = self.runner.shed() else { break };
+            self.scheduler.take_bytes(bytes);
+        }
+        let throttle = self.scheduler.throttle_in_force();
+        if throttle != self.throttle {
+            let step = self.scheduler.limits().geometry.narrowed(throttle);
+            let (state, before) = (self.scheduler.state_limit(), self.throttle);
+            if throttle > before {
+                tracing::warn!(
+                    step,
+                    state,
+                    "memory is short: steps of prompts are narrower, which leaves more for their state"
+                );
+                self.runner.release_buffers();
+            } else {
+                tracing::info!(step, state, "memory: steps of prompts are wider again");
+            }
+            self.throttle = throttle;
+        }
+    }
+
+    /// If an engine's numbers were wrong: nothing that was stored is used any more, and every sequence is computed again.
+    fn note_quarantine(&mut self) {
+        let Some(reason) = self.runner.take_quarantine() else { return };
+        if let Some(prefixes) = &mut self.prefixes {
+            prefixes.close_class();
+        }
+        let mut restarted = Vec::new();
+        for live in self.requests.values_mut() {
+            live.is_untrusted = live.sequence.is_some() || live.load.is_some();
+            if !live.ended {
+                live.thread = self.prefixes.as_ref().map(|prefixes| prefixes.thread(&live.request.service.tenant));
+                restarted.extend(live.is_untrusted.then_some(live.id));
+            }
+        }
+        tracing::warn!(reason, requests = restarted.len(), "what engines have computed is computed again");
+        self.scheduler.restart(restarted);
+        self.give_up_untrusted();
+    }
+
+    /// Takes the state of sequences that are computed again, as soon as none of their steps is in flight.
+    fn give_up_untrusted(&mut self) {
+        for id in self.scheduler.take_restarted() {
+            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
+            if let Some(sequence) = live.sequence.take() {
+                self.runner.drop_sequence(sequence);
+            }
+            if let (Some(load), Some(prefixes)) = (live.load.take(), &mut self.prefixes) {
+                prefixes.abandon(load);
+            }
+            (live.num_computed_tokens, live.is_untrusted) = (0, false);
+            live.notes.restarts += 1;
         }
     }
 
@@ -390,6 +506,7 @@ impl<R: StepRunner> Core<R> {
             _ => None,
         };
         live.num_computed_tokens = hit.as_ref().map_or(0, |hit| hit.len);
+        live.resumed_at = live.num_computed_tokens;
         self.scheduler.attached(id, live.num_computed_tokens);
         live.sequence = Some(match hit {
             Some(hit) => self.runner.adopt(hit.state),
@@ -402,6 +519,7 @@ impl<R: StepRunner> Core<R> {
                 (Some(prefixes), Some(thread)) => prefixes.tokens_from_disk(thread).min(live.cached_tokens),
                 _ => 0,
             };
+            live.notes.is_shifted = !live.cached_tokens.is_multiple_of(self.scheduler.limits().geometry.step);
             let mut status = lock(&self.status);
             status.cached_tokens_total += live.cached_tokens as u64;
             status.cached_tokens_from_disk_total += live.cached_tokens_from_disk as u64;
@@ -419,6 +537,7 @@ impl<R: StepRunner> Core<R> {
         let mut status = lock(&self.status);
         status.running = self.scheduler.num_running();
         status.preemptions_total = self.scheduler.num_preemptions();
+        status.state_bytes_limit = self.scheduler.state_limit();
         status.retry_after_s = self.scheduler.retry_after_s();
         status.state_bytes_reserved = self.scheduler.reserved_bytes();
         status.cache = self.prefixes.as_ref().map(Prefixes::status).unwrap_or_default();
@@ -458,13 +577,16 @@ impl<R: StepRunner> Core<R> {
             })
             .collect();
         let priority = if lane == Lane::Decode { Priority::Decode } else { Priority::Prefill };
+        for part in parts.iter().filter(|_| lane == Lane::Prefill) {
+            let after_hit = part.chunk.start > 0 && part.chunk.start == self.requests[&part.request].resumed_at;
+            part.chunk.narrowed_by.iter().for_each(|narrowing| self.runner.note_narrowed(narrowing.rule, after_hit));
+        }
         let submitted = self.runner.submit(&chunks, priority);
         match submitted {
             Ok(ticket) => {
                 for part in parts.iter().filter(|_| lane == Lane::Prefill) {
                     let mut status = lock(&self.status);
                     for narrowing in &part.chunk.narrowed_by {
-                        self.runner.note_narrowed(narrowing.rule);
                         *status.narrowed_total.entry(narrowing.rule).or_default() += 1;
                     }
                     drop(status);
@@ -528,8 +650,12 @@ impl<R: StepRunner> Core<R> {
     /// As [`Self::wait`]; true if a step failed.
     fn wait_once(&mut self, timeout: Option<Duration>, now_us: &impl Fn(&R) -> u64) -> bool {
         match self.runner.wait(timeout) {
-            Ok(None) => false,
+            Ok(None) => {
+                self.note_quarantine();
+                false
+            }
             Ok(Some(result)) => {
+                self.note_quarantine();
                 self.publish_nodes();
                 let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
                 let now_us = now_us(&self.runner);
@@ -538,6 +664,7 @@ impl<R: StepRunner> Core<R> {
             }
             Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
                 tracing::error!(%step, reason, "a step failed");
+                self.note_quarantine();
                 self.publish_nodes();
                 let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
                 self.scheduler.abandon(failed.number);
@@ -554,7 +681,7 @@ impl<R: StepRunner> Core<R> {
     }
 
     fn take_results(&mut self, step: &InFlight, result: StepResult, now_us: u64) {
-        let mut elapsed_us = result.elapsed_us;
+        let (mut elapsed_us, total_us) = (result.elapsed_us, result.elapsed_us);
         if step.lane == Lane::Prefill {
             // What it waited for the step before it is that one's time.
             elapsed_us = elapsed_us.min(now_us.saturating_sub(self.last_prefill_us));
@@ -569,15 +696,22 @@ impl<R: StepRunner> Core<R> {
             *tokens += step.parts.iter().map(|(_, width)| *width as u64).sum::<u64>();
             *busy_us += elapsed_us;
         }
+        let rows: usize = step.parts.iter().map(|(_, width)| width).sum();
+        let note = StepNote { rows, tiled_rows: result.tiled_rows, model_us: elapsed_us, total_us };
         for ((id, width), mut logits) in step.parts.iter().zip(result.logits) {
-            self.store(*id);
+            if !self.requests[id].is_untrusted {
+                self.store(*id);
+            }
             let live = self.requests.get_mut(id).expect("requests outlive their steps");
             let before = live.num_computed_tokens;
             live.num_computed_tokens += width;
             live.notes.ledger.merge(&result.ledger);
+            if step.lane == Lane::Prefill && live.notes.steps.len() < MAX_CHUNK_RECORDS {
+                live.notes.steps.push(note);
+            }
             let of_prompt = live.num_computed_tokens.min(live.prompt_tokens).saturating_sub(before);
             lock(&self.status).prompt_tokens_total += of_prompt as u64;
-            if live.ended {
+            if live.ended || live.is_untrusted {
                 continue;
             }
             if of_prompt > 0 {
@@ -622,6 +756,21 @@ impl<R: StepRunner> Core<R> {
     }
 }
 
+/// Steps of a tile are worth more than banks: as many are given up as it takes for such a step to fit the memory.
+fn make_room_for_a_tile(runner: &mut impl StepRunner, options: &EngineOptions) {
+    let Some(tile) = runner.tile() else { return };
+    let values = steps_bytes(runner, tile, options.max_running, options.wavefront.max(1));
+    while options.memory_bytes < u64::MAX && values > memory_bytes(runner, options) / 2 && runner.shed().is_some() {}
+}
+
+/// Bytes for state and values: what engines hold is not there for them.
+fn memory_bytes(runner: &impl StepRunner, options: &EngineOptions) -> u64 {
+    match options.memory_bytes {
+        u64::MAX => u64::MAX,
+        bytes => bytes.saturating_sub(runner.engine_bytes().0),
+    }
+}
+
 fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
     let shape = runner.state_shape();
     let wavefront = options.wavefront.max(1);
@@ -633,13 +782,18 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
         cache: options.cache_bytes > 0,
         snapshot_spacing: options.snapshot_spacing,
     };
+    let memory = memory_bytes(runner, options);
     // Half of the memory at most is for the values of steps.
-    let fits = |rows: usize| {
-        options.memory_bytes == u64::MAX
-            || steps_bytes(runner, rows, options.max_running, wavefront) <= options.memory_bytes / 2
-    };
+    let fits =
+        |rows: usize| memory == u64::MAX || steps_bytes(runner, rows, options.max_running, wavefront) <= memory / 2;
     let geometry = Geometry::resolve(&request, fits);
-    let steps = steps_bytes(runner, geometry.step, options.max_running, wavefront);
+    let steps_of = |rows: usize| steps_bytes(runner, rows, options.max_running, wavefront);
+    let steps = steps_of(geometry.step);
+    // As wide as the scheduler's budget is then.
+    let narrowing_frees = std::array::from_fn(|index| match geometry.step >> (index + 1) {
+        _ if memory == u64::MAX => 0,
+        rows => steps - steps_of(rows.max(1)).min(steps),
+    });
     Limits {
         geometry,
         budget_tokens: geometry.step,
@@ -647,11 +801,9 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
         max_running: options.max_running.max(1),
         max_queued: options.max_queued,
         max_itl_us: options.max_itl.as_micros() as u64,
-        state_bytes: if options.memory_bytes == u64::MAX {
-            u64::MAX
-        } else {
-            options.memory_bytes.saturating_sub(steps)
-        },
+        state_bytes: if memory == u64::MAX { u64::MAX } else { memory.saturating_sub(steps) },
+        reserve_bytes: runner.engine_bytes().1,
+        narrowing_frees,
         state_cost: StateCost { fixed_bytes: shape.fixed_bytes(), bytes_per_block: shape.bytes_per_block() },
         replay_decoded: runner.tile().is_some(),
     }

@@ -250,6 +250,11 @@ impl Disk {
         }
     }
 
+    /// What is stored of an arithmetic is not to be trusted.
+    pub(super) fn close_class(&self, arithmetic: &str) {
+        self.store.close_class(arithmetic);
+    }
+
     /// A boundary that something better has made worthless.
     pub(super) fn drop_boundary(&mut self, hash: BlockHash) {
         if let Some(id) = self.index.block(&hash)

@@ -24,6 +24,10 @@ pub(super) struct Live {
     pub(super) sequence: Option<SequenceId>,
     /// Leading tokens whose KV exists.
     pub(super) num_computed_tokens: usize,
+    /// Those of them that were found when it last got state.
+    pub(super) resumed_at: usize,
+    /// What was computed of it may be wrong: it loses its state as soon as no step of it is in flight.
+    pub(super) is_untrusted: bool,
     /// Events its listener had no room for.
     pub(super) pending: VecDeque<Event>,
     pub(super) started_us: Option<u64>,
@@ -59,6 +63,8 @@ impl Live {
             ended: false,
             sequence: None,
             num_computed_tokens: 0,
+            resumed_at: 0,
+            is_untrusted: false,
             pending: VecDeque::new(),
             started_us: None,
             has_attached: false,

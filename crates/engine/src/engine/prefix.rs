@@ -30,7 +30,7 @@ pub(super) struct Thread {
     answer_boundary: Option<(BlockId, BlockHash)>,
     /// Why nothing more is stored.
     skipped: Option<Skip>,
-    /// Blocks with rows that decode steps wrote, which are of no single class.
+    /// Blocks with rows that are of no single class: decode steps wrote some, or engines that cannot be repeated.
     mixed: usize,
     /// Blocks brought up from disk for it.
     from_disk: usize,
@@ -73,9 +73,22 @@ pub(super) struct CacheIdentity {
     pub(super) weights: Vec<u8>,
     pub(super) tokenizer: Vec<u8>,
     pub(super) arithmetic: String,
+    /// How often the class was closed since its rows were not to be trusted.
+    pub(super) closed: usize,
     pub(super) packing: Packing,
+    pub(super) sharing: Sharing,
+}
+
+/// Which rows of a sequence may serve another one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Sharing {
+    /// Every one.
+    #[default]
+    All,
     /// Decode steps write rows of another class: blocks that hold any are not kept, and nothing after them.
-    pub(super) excludes_decoded: bool,
+    Prompts,
+    /// Engines compute what the primary device cannot repeat: a row's bits depend on the tile that it met.
+    Nothing,
 }
 
 impl Prefixes {
@@ -99,7 +112,26 @@ impl Prefixes {
     pub(super) fn set_disk(&mut self, tier: DiskTier, shape: &StateShape, wake: impl Fn() + Send + Sync + 'static) {
         let packing = self.identity.packing;
         (self.identity.weights, self.identity.tokenizer) = (tier.weights, tier.tokenizer);
+        self.identity.closed = tier.store.times_closed(&self.identity.arithmetic);
         self.disk = Some(Disk::new(tier.store, tier.items, shape, packing, wake));
+        self.publish();
+    }
+
+    /// What was kept may be wrong: memory forgets all of it, and on disk it has names that nobody asks for any more, also after
+    /// a restart, and goes when there is no room. What is stored from now on has other names. Nobody must be waiting for a
+    /// load of before: it would bring up what is not to be trusted.
+    pub(super) fn close_class(&mut self) {
+        self.identity.closed += 1;
+        if let Some(disk) = &self.disk {
+            disk.close_class(&self.identity.arithmetic);
+        }
+        for id in self.loads.keys().copied().collect::<Vec<_>>() {
+            self.abandon(id);
+        }
+        let (limit, mut evicted) = (self.cache.limit_bytes(), Vec::new());
+        self.cache.set_limit(0, &mut evicted);
+        self.cache.set_limit(limit, &mut evicted);
+        self.drop_evicted(&evicted);
         self.publish();
     }
 
@@ -112,11 +144,15 @@ impl Prefixes {
 
     /// A sequence of which nothing is stored yet.
     pub(super) fn thread(&self, tenant: &str) -> Thread {
+        let arithmetic = match self.identity.closed {
+            0 => self.identity.arithmetic.clone(),
+            times => format!("{} closed {times}", self.identity.arithmetic),
+        };
         let identity = Identity {
             weights: &self.identity.weights,
             tokenizer: &self.identity.tokenizer,
             layout: self.identity.packing.layout_version(),
-            arithmetic: &self.identity.arithmetic,
+            arithmetic: &arithmetic,
             tenant: tenant.as_bytes(),
         };
         Thread {
@@ -134,14 +170,23 @@ impl Prefixes {
         }
     }
 
-    /// Those of a sequence's leading tokens whose rows are of the class: all, or the prompt, whose last one is decoded.
+    /// Those of a sequence's leading tokens whose rows are of the class, and the one that is decoded in any case: all, or the
+    /// prompt, whose last one is decoded, or the first.
     pub(super) fn of_class<'a>(&self, tokens: &'a [u32], prompt: usize) -> &'a [u32] {
-        if self.identity.excludes_decoded { &tokens[..prompt] } else { tokens }
+        match self.identity.sharing {
+            Sharing::All => tokens,
+            Sharing::Prompts => &tokens[..prompt],
+            Sharing::Nothing => &tokens[..1],
+        }
     }
 
     /// Leading rows of a sequence that are of the class.
     fn rows_of_class(&self, prompt: usize) -> usize {
-        if self.identity.excludes_decoded { prompt - 1 } else { usize::MAX }
+        match self.identity.sharing {
+            Sharing::All => usize::MAX,
+            Sharing::Prompts => prompt - 1,
+            Sharing::Nothing => 0,
+        }
     }
 
     /// The longest prefix of `tokens` in memory that leaves a token to compute.
@@ -416,6 +461,7 @@ impl Prefixes {
         self.status.hits = counters.hits;
         self.status.stored = counters.blocks_stored;
         self.status.evicted = counters.blocks_evicted;
+        self.status.closed = self.identity.closed;
     }
 
     pub(super) fn status(&self) -> CacheStatus {

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use troika_device::npu::NpuBackend;
+use troika_device::npu::{Limits, NpuBackend};
 use troika_engine::api::Generator;
 use troika_engine::{DiskTier, Engine, EngineOptions, HybridOptions, Runner, StepRunner};
 use troika_kvstore::Store;
@@ -53,6 +53,24 @@ fn acceptance_13_what_was_decoded_is_kept_for_nobody() {
     // Now it is all of one class.
     let (said, usage) = answer(&engine, request(conversation.clone(), 30));
     assert_eq!((usage.cached_tokens, said), (4 * BLOCK, answer(&cold, request(conversation, 30)).0));
+}
+
+/// An engine whose bits the CPU cannot repeat computes a row as its tile has it, so nothing of it serves anybody else.
+#[test]
+fn rows_that_cannot_be_repeated_are_kept_for_nobody() {
+    let backend = || {
+        let limits = Limits { repeatable: false, ..soft(1).limits().clone() };
+        Arc::new(FaultyNpu::new(soft(1), NpuFaults::default()).with_limits(limits))
+    };
+    let dir = scratch_dir();
+    for dir in [None, Some(dir.path()), Some(dir.path())] {
+        let engine = start(hybrid_on(backend(), BLOCK), LIMITS, dir);
+        let first = record(&engine, request(tokens(6, 3 * BLOCK + 1), 2));
+        assert!(first.ledger.total_operations().dispatched() > 0, "the engine takes part");
+        assert_eq!((first.stored_blocks, first.skipped_blocks, first.skipped_because), (0, 3, Some("mixed")));
+        let (_, usage) = answer(&engine, request(tokens(6, 3 * BLOCK + 1), 2));
+        assert_eq!((usage.cached_tokens, engine.status().cache.skipped_mixed), (0, 6));
+    }
 }
 
 /// On disk too, after restarts with and without engines, and with one whose numbers are wrong.
@@ -108,28 +126,76 @@ fn preempted_ones_say_the_same() {
     assert!(running.status().preemptions_total > 0, "{:?}", running.status());
 }
 
+/// A geometry, as the command line may ask for it.
+#[derive(Clone, Copy, Debug)]
+struct Ask {
+    tile: usize,
+    chunk_tokens: usize,
+    honour_chunk: bool,
+    snapshot_spacing: usize,
+    cache_bytes: u64,
+}
+
+/// Dispatched is planned, and planned is what prompts of one tile and of two and a half have, unless the user forbids it.
+fn assert_tiles_are_reached(ask: Ask) {
+    let Ask { tile, chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes } = ask;
+    let max_context_tokens = 4 * tile + 64;
+    let limits =
+        EngineOptions { chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes, max_context_tokens, ..LIMITS };
+    let engine = start(hybrid_on(soft(1), tile), limits, None);
+    let reaches = !honour_chunk || chunk_tokens >= tile;
+    // The last token is decoded: one tile and nothing, two and a half.
+    for (seed, rows) in [(1, tile), (2, 2 * tile + tile / 2)] {
+        let record = record(&engine, request(tokens(seed, rows + 1), 2));
+        let tiles: usize = record.chunks.iter().map(|chunk| chunk.width / tile).sum();
+        assert_eq!(tiles, if reaches { rows / tile } else { 0 }, "{ask:?}, {rows} rows: {:?}", record.chunks);
+        let operations = record.ledger.total_operations();
+        assert_eq!(operations.planned, operations.dispatched(), "{ask:?}, {rows} rows");
+        let least = 40 * tiles as u64;
+        assert!(operations.planned >= least && (operations.planned > 0) == (tiles > 0), "{ask:?}: {operations:?}");
+        let tail = operations.fallbacks.values().sum::<u64>() > 0;
+        assert_eq!(tail, !reaches || rows % tile > 0, "{ask:?}, {rows} rows: {operations:?}");
+        // A prefix that is found again is not computed again, and the tiles after it are as before.
+        if cache_bytes > 0 {
+            let again = self::record(&engine, request(tokens(seed, rows + 1), 2));
+            let operations = again.ledger.total_operations();
+            assert_eq!(again.usage.cached_tokens > 0, rows >= BLOCK, "{ask:?}");
+            assert_eq!(operations.planned, operations.dispatched(), "{ask:?}");
+        }
+    }
+    let status = engine.status().hybrid.expect("engines were asked for");
+    let want = if reaches { "engaged" } else { "idle(step_limit)" };
+    assert_eq!((status.state.as_str(), status.tile), (want, tile), "{ask:?}");
+}
+
 /// Chunks reach the tile through the scheduler, with and without a cache.
 #[test]
 fn acceptance_01_steps_are_as_wide_as_tiles() {
     for tile in [BLOCK / 2, BLOCK, 2 * BLOCK] {
         for chunk_tokens in [tile / 2, tile - 1, tile, 2 * tile] {
             for cache_bytes in [0, 1 << 30] {
-                let limits = EngineOptions { chunk_tokens, cache_bytes, ..LIMITS };
-                let engine = start(hybrid_on(soft(1), tile), limits, None);
-                // The last token is decoded: one tile and nothing, two and a half.
-                for (seed, rows) in [(1, tile), (2, 2 * tile + tile / 2)] {
-                    let what = format!("tile {tile}, chunks of {chunk_tokens}, cache {cache_bytes}, {rows} rows");
-                    let record = record(&engine, request(tokens(seed, rows + 1), 2));
-                    let tiles: usize = record.chunks.iter().map(|chunk| chunk.width / tile).sum();
-                    assert_eq!(tiles, rows / tile, "{what}: {:?}", record.chunks);
-                    let operations = record.ledger.total_operations();
-                    assert_eq!(operations.planned, operations.dispatched(), "{what}");
-                    assert!(operations.planned >= 40 * tiles as u64, "{what}: {operations:?}");
-                }
-                let status = engine.status().hybrid.expect("engines were asked for");
-                assert_eq!((status.state.as_str(), status.tile), ("engaged", tile));
+                let snapshot_spacing = LIMITS.snapshot_spacing;
+                let (honour_chunk, cache_bytes) = (chunk_tokens == tile - 1 && cache_bytes == 0, cache_bytes);
+                assert_tiles_are_reached(Ask { tile, chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes });
             }
         }
+    }
+}
+
+#[test]
+#[ignore = "minutes: every tile, step, distance of snapshots, with and without a cache and the user's limit"]
+fn acceptance_01_the_whole_matrix() {
+    let mut count = 0;
+    for tile in [64, 128, 256, 512, 1024, 2048, 4096] {
+        for chunk_tokens in [tile / 2, tile - 1, tile, 2 * tile, 2 * tile + tile / 2] {
+            for snapshot_spacing in [BLOCK, tile, 2048] {
+                for (honour_chunk, cache_bytes) in [(false, 0), (false, 1 << 32), (true, 0), (true, 1 << 32)] {
+                    assert_tiles_are_reached(Ask { tile, chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes });
+                    count += 1;
+                }
+            }
+        }
+        println!("tile {tile}: {count} geometries so far");
     }
 }
 

@@ -7,7 +7,10 @@ mod errors;
 mod golden;
 mod hybrid;
 mod hybrid_serving;
+mod lifecycle;
 mod nano;
+mod ort;
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
 mod revision;
 mod sampling;
 mod serving;

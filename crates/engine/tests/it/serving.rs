@@ -139,20 +139,26 @@ fn deadlines_end_requests() {
 /// A prompt that no memory would hold is refused with the numbers; an answer that outgrows it ends as at the context's end.
 #[test]
 fn memory_is_a_limit() {
-    let roomy = EngineOptions { memory_bytes: 1 << 30, max_running: 1, ..LIMITS };
+    let roomy = EngineOptions { memory_bytes: 1 << 30, max_running: 1, max_context_tokens: 4096, ..LIMITS };
     let values_bytes = engine(roomy).status().step_bytes;
     let runner = open("tiny-bf16", options());
     let shape = runner.state_shape();
     let state_bytes = shape.fixed_bytes() + 2 * shape.bytes_per_block();
+    // What the values of the narrowest steps leave over.
+    let width = LIMITS.chunk_tokens;
+    let limit_bytes = state_bytes + runner.step_bytes(width, 0) - runner.step_bytes(width / 16, 0);
+    let blocks = (limit_bytes - shape.fixed_bytes()) / shape.bytes_per_block();
     let engine = engine(EngineOptions { memory_bytes: values_bytes + state_bytes, ..roomy });
     assert_eq!(engine.status().state_bytes_limit, state_bytes);
+    let prompt_tokens = blocks as usize * shape.block_tokens();
+    assert_eq!(engine.max_prompt_tokens(), prompt_tokens - 1, "with room for a token of the answer");
     let (sender, _receiver) = channel();
-    let refused = engine.submit(request(1, 300, 1), Box::new(Channel(sender)));
-    let need_bytes = shape.fixed_bytes() + 3 * shape.bytes_per_block();
-    assert_eq!(refused, Err(SubmitError::NeverFits { prompt_tokens: 300, need_bytes, limit_bytes: state_bytes }));
-    let (tokens, end) = collect(&start(&engine, request(1, 100, 400)));
+    let refused = engine.submit(request(1, prompt_tokens, 1), Box::new(Channel(sender)));
+    let need_bytes = shape.fixed_bytes() + (blocks + 1) * shape.bytes_per_block();
+    assert_eq!(refused, Err(SubmitError::NeverFits { prompt_tokens, need_bytes, limit_bytes }));
+    let (tokens, end) = collect(&start(&engine, request(1, 100, 4000)));
     assert!(matches!(end, Event::Finished { reason: FinishReason::MemoryFull, .. }), "{end:?}");
-    assert_eq!(tokens.len(), 2 * shape.block_tokens() - 100, "two blocks are full");
+    assert_eq!(tokens.len(), prompt_tokens - 100, "all blocks are full");
     wait_until("its state is freed", || engine.status().state_bytes_reserved == 0);
 }
 

@@ -6,9 +6,9 @@ use troika_base::storage::ScaleFormat;
 use troika_base::{Format, SharedBytes, StoredTensor};
 use troika_kernels::int8::{self, Int8Expert, Int8Matrix, Product};
 use troika_kernels::{
-    CpuLevel, Ctx, ExpertWeights, HcParams, Index, RouteParams, RowList, Scoring, Serial, Visible, add, attend, embed,
-    grouped_matmul, hc_head, hc_post, hc_pre, index_scores, index_topk, matmul, pool, rms_norm, rope, route,
-    routed_experts, swiglu,
+    CpuLevel, Ctx, ExpertWeights, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Serial, Visible,
+    add, attend, attend_rounded, embed, grouped_matmul, hc_head, hc_post, hc_pre, index_scores, index_topk, matmul,
+    pool, rms_norm, rope, route, routed_experts, swiglu,
 };
 
 use crate::ceilings::Ceiling;
@@ -217,6 +217,20 @@ fn sequence_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
             }
         });
     }
+    // Many queries of 512 of 4096 rows, as an index chooses them, rounded together.
+    let queries = 64;
+    let amount = queries * 4 * heads * d * (window + 512);
+    maker.add("rounded attention, 128 + 512 of 4096 rows T=64".into(), Ceiling::F32, amount, move |ctx| {
+        let (near, rows, sink) = (numbers(window * d), numbers(4096 * d), numbers(heads));
+        let (q, mut out) = (numbers(queries * heads * d), vec![0.0; queries * heads * d]);
+        let chosen: Vec<i32> = (0..512).map(|i| i * 8).collect();
+        move || {
+            let pieces = [&rows[..]];
+            let rows = Rows { near: &near, far: RowList::new(d, &pieces) };
+            let seen = |_| Seen { near: 0..window, far: Far::Chosen(&chosen) };
+            attend_rounded(ctx, black_box(&q), &sink, &rows, seen, &mut out);
+        }
+    });
     // 512 of 4096 rows, as an index chooses them.
     maker.add("attention, 128 + 512 of 4096 rows".into(), Ceiling::F32, 4 * heads * d * (window + 512), move |ctx| {
         let (q, near, rows, sink) = (numbers(heads * d), numbers(window * d), numbers(4096 * d), numbers(heads));
@@ -231,24 +245,26 @@ fn sequence_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
     let (heads, d, top_k) = (64, 128, 512);
     for n in [1024, 4096] {
         let amount = 2 * heads * d * n;
-        maker.add(format!("index scores, {n} keys"), Ceiling::F32, amount, move |ctx| {
-            let (q, weights, keys, mut out) = (numbers(heads * d), numbers(heads), numbers(n * d), vec![0.0; n]);
-            move || {
-                let pieces = [&keys[..]];
-                let index = Index { heads, top_k, scale: 1.0, keys: RowList::new(d, &pieces) };
-                index_scores(ctx.level, &index, black_box(&q), &weights, &mut out);
-            }
-        });
-        maker.add(format!("index scores + top 512, {n} keys"), Ceiling::F32, 4 * amount, move |ctx| {
-            let t = 4;
-            let (q, weights, keys) = (numbers(t * heads * d), numbers(t * heads), numbers(n * d));
-            let mut ids = vec![0; t * top_k];
-            move || {
-                let pieces = [&keys[..]];
-                let index = Index { heads, top_k, scale: 1.0, keys: RowList::new(d, &pieces) };
-                index_topk(ctx, &index, black_box(&q), &weights, |_| n, &mut ids);
-            }
-        });
+        for (name, rounded) in [("index", false), ("rounded index", true)] {
+            maker.add(format!("{name} scores, {n} keys"), Ceiling::F32, amount, move |ctx| {
+                let (q, weights, keys, mut out) = (numbers(heads * d), numbers(heads), numbers(n * d), vec![0.0; n]);
+                move || {
+                    let pieces = [&keys[..]];
+                    let index = Index { heads, top_k, scale: 1.0, keys: RowList::new(d, &pieces), rounded };
+                    index_scores(ctx.level, &index, black_box(&q), &weights, &mut out);
+                }
+            });
+            maker.add(format!("{name} scores + top 512, {n} keys"), Ceiling::F32, 4 * amount, move |ctx| {
+                let t = 4;
+                let (q, weights, keys) = (numbers(t * heads * d), numbers(t * heads), numbers(n * d));
+                let mut ids = vec![0; t * top_k];
+                move || {
+                    let pieces = [&keys[..]];
+                    let index = Index { heads, top_k, scale: 1.0, keys: RowList::new(d, &pieces), rounded };
+                    index_topk(ctx, &index, black_box(&q), &weights, |_| n, &mut ids);
+                }
+            });
+        }
     }
     // Blocks of a prompt: eight entries (two lanes of four tokens) of 512 channels, from memory.
     let (d, entries) = (512, 8);

@@ -24,7 +24,7 @@ pub(super) fn multiply(w: &Strip, x: XBlock, sums: &mut [[f32; STRIP]]) {
 fn fp4(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], x: XBlock, sums: &mut [[f32; STRIP]]) {
     let (groups, n) = (scales[0].len(), sums.len());
     assert!(scales.iter().all(|scales| scales.len() == groups) && rows.iter().all(|row| row.len() == groups * 16));
-    let ahead = Fp4Ahead::new(rows, scales);
+    let ahead = Fp4Ahead::new(rows, scales, 1);
     for first in (0..groups).step_by(8) {
         let count = 8.min(groups - first);
         let w_scales = fp4_scales(scales, first, count);
@@ -37,7 +37,7 @@ fn fp4(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], x: XBlock, sums: &mut [[f
             let place = g * n..(g + 1) * n;
             let rows = x.codes[place.clone()].iter().zip(&x.scales[place.clone()]).zip(&x.zeros[place]);
             for (sums, ((x, x_scale), zero)) in sums.iter_mut().zip(rows) {
-                store(sums, add_scaled(fp4_sum(&w, x, *zero), w_scale, *x_scale, load(sums)));
+                store(sums, add_scaled(fp4_sum(&w, x, zero[0]), w_scale, *x_scale, load(sums)));
             }
         }
     }
@@ -49,14 +49,14 @@ fn fp4(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], x: XBlock, sums: &mut [[f
 fn fp4_row(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], x: XBlock, sums: &mut [f32; STRIP]) {
     let groups = scales[0].len();
     assert!(scales.iter().all(|scales| scales.len() == groups) && rows.iter().all(|row| row.len() == groups * 16));
-    let ahead = Fp4Ahead::new(rows, scales);
+    let ahead = Fp4Ahead::new(rows, scales, 1);
     let mut total = load(sums);
     for first in (0..groups).step_by(8) {
         let end = groups.min(first + 8);
         let w_scales = fp4_scales(scales, first, end - first);
         ahead.prefetch_scales(first);
         let mut add = |g: usize, sum: __m256i| {
-            let sum = _mm256_add_epi32(sum, _mm256_set1_epi32(x.zeros[g]));
+            let sum = _mm256_add_epi32(sum, _mm256_set1_epi32(x.zeros[g][0]));
             total = add_scaled(sum, load(&w_scales[g - first]), x.scales[g], total);
         };
         for g in (first..end - end % 2).step_by(2) {
@@ -116,7 +116,7 @@ unsafe fn fp4_two_groups(rows: &[&[u8]; STRIP], g: usize, x0: &[i8; GROUP], x1: 
 /// Twice the value of each code, plus 12.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn fp4_table() -> __m256i {
+pub(super) fn fp4_table() -> __m256i {
     _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0))
 }
 
@@ -134,19 +134,20 @@ fn fp4_sum(w: &[__m256i; 8], x: &[i8; GROUP], zero: i32) -> __m256i {
 }
 
 /// Bytes from what is multiplied to what is asked for from memory, about: some hundred nanoseconds of streaming.
-const AHEAD: usize = 8192;
+pub(super) const AHEAD: usize = 8192;
 
 /// Where the weights lie that a later strip will read while this one is at the same group: strips follow one another in
 /// memory, but each is read along its eight rows at once.
-struct Fp4Ahead {
+pub(super) struct Fp4Ahead {
     codes: *const u8,
     scales: *const u8,
 }
 
 impl Fp4Ahead {
-    fn new(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP]) -> Self {
+    /// At least `least` strips ahead.
+    pub(super) fn new(rows: &[&[u8]; STRIP], scales: &[&[u8]; STRIP], least: usize) -> Self {
         let groups = scales[0].len();
-        let strips = AHEAD.div_ceil((STRIP * groups * 16).max(1));
+        let strips = AHEAD.div_ceil((STRIP * groups * 16).max(1)).max(least);
         Self {
             codes: rows[0].as_ptr().wrapping_add(strips * STRIP * groups * 16),
             scales: scales[0].as_ptr().wrapping_add(strips * STRIP * groups),
@@ -155,7 +156,7 @@ impl Fp4Ahead {
 
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn prefetch_codes(&self, g: usize) {
+    pub(super) fn prefetch_codes(&self, g: usize) {
         for line in [0, 64] {
             _mm_prefetch::<_MM_HINT_T0>(self.codes.wrapping_add(g * 128 + line).cast());
         }
@@ -164,14 +165,14 @@ impl Fp4Ahead {
     /// Those of the eight groups from `first` on.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn prefetch_scales(&self, first: usize) {
+    pub(super) fn prefetch_scales(&self, first: usize) {
         _mm_prefetch::<_MM_HINT_T0>(self.scales.wrapping_add(first * 8).cast());
     }
 }
 
 /// Scales of up to eight groups from `first` on, `[group][output]`: half of 2^(b - 127), since codes are doubled.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn fp4_scales(scales: &[&[u8]; STRIP], first: usize, count: usize) -> [[f32; STRIP]; 8] {
+pub(super) fn fp4_scales(scales: &[&[u8]; STRIP], first: usize, count: usize) -> [[f32; STRIP]; 8] {
     let mut out = [[0.0; STRIP]; 8];
     let word = |o: usize| match scales[o][first..first + count].try_into() {
         Ok(bytes) => i64::from_le_bytes(bytes),
@@ -217,7 +218,7 @@ fn fp4_scales(scales: &[&[u8]; STRIP], first: usize, count: usize) -> [[f32; STR
 #[target_feature(enable = "avx2,fma,f16c")]
 fn packed(codes: &[[i8; STRIP * GROUP]], scales: &[[u16; STRIP]], x: XBlock, sums: &mut [[f32; STRIP]]) {
     for (g, (codes, scales)) in codes.iter().zip(scales).enumerate() {
-        prefetch_packed(codes, scales);
+        prefetch_packed(codes, scales, AHEAD);
         let (codes, _) = codes.as_chunks::<32>();
         let magnitudes: [__m256i; 8] = std::array::from_fn(|i| _mm256_abs_epi8(load_codes(&codes[i])));
         let w_scale = load_bf16(scales);
@@ -236,7 +237,7 @@ fn packed(codes: &[[i8; STRIP * GROUP]], scales: &[[u16; STRIP]], x: XBlock, sum
 fn packed_row(codes: &[[i8; STRIP * GROUP]], scales: &[[u16; STRIP]], x: XBlock, sums: &mut [f32; STRIP]) {
     let mut total = load(sums);
     for ((codes, scales), (x, x_scale)) in codes.iter().zip(scales).zip(x.codes.iter().zip(x.scales)) {
-        prefetch_packed(codes, scales);
+        prefetch_packed(codes, scales, AHEAD);
         let (codes, _) = codes.as_chunks::<32>();
         let weights = |i: usize| {
             let codes = load_codes(&codes[i]);
@@ -261,15 +262,15 @@ fn packed_sum(weights: impl Fn(usize) -> (__m256i, __m256i), x: &[i8; GROUP]) ->
     _mm256_add_epi32(_mm256_add_epi32(two(0), two(2)), _mm256_add_epi32(two(4), two(6)))
 }
 
-/// Asks for the weights that come `AHEAD` bytes after these: strips follow one another in memory.
+/// Asks for the weights that come `ahead` bytes after these: strips follow one another in memory.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn prefetch_packed(codes: &[i8; STRIP * GROUP], scales: &[u16; STRIP]) {
-    let codes = codes.as_ptr().wrapping_add(AHEAD);
+pub(super) fn prefetch_packed(codes: &[i8; STRIP * GROUP], scales: &[u16; STRIP], ahead: usize) {
+    let codes = codes.as_ptr().wrapping_add(ahead);
     for line in [0, 64, 128, 192] {
         _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(line));
     }
-    _mm_prefetch::<_MM_HINT_T0>(scales.as_ptr().wrapping_add(AHEAD / GROUP).cast());
+    _mm_prefetch::<_MM_HINT_T0>(scales.as_ptr().wrapping_add(ahead / GROUP).cast());
 }
 
 /// `total + sum · scales`.
@@ -352,14 +353,14 @@ fn broadcast(x: &[i8; 4]) -> __m256i {
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn load_codes(codes: &[i8; 32]) -> __m256i {
+pub(super) fn load_codes(codes: &[i8; 32]) -> __m256i {
     // SAFETY: `codes` is 32 readable bytes and `loadu` has no alignment requirement.
     unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn load_bf16(scales: &[u16; STRIP]) -> __m256 {
+pub(super) fn load_bf16(scales: &[u16; STRIP]) -> __m256 {
     // SAFETY: `scales` is 16 readable bytes and `loadu` has no alignment requirement.
     let halves = unsafe { _mm_loadu_si128(scales.as_ptr().cast()) };
     _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
@@ -367,7 +368,7 @@ fn load_bf16(scales: &[u16; STRIP]) -> __m256 {
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn load(lanes: &[f32; 8]) -> __m256 {
+pub(super) fn load(lanes: &[f32; 8]) -> __m256 {
     // SAFETY: `lanes` is 32 readable bytes and `loadu` has no alignment requirement.
     unsafe { _mm256_loadu_ps(lanes.as_ptr()) }
 }

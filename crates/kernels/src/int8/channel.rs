@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, num_pieces, row_blocks, share};
+use super::{Int8Matrix, Quantized, STRIP, copy_strip, for_strips, num_pieces, row_blocks, share};
 use crate::Ctx;
 use crate::parallel::{Disjoint, run_in_order};
 use crate::scratch::Scratch;
@@ -54,20 +54,21 @@ pub fn channels_matmul(
     let out: Vec<Disjoint<f32>> = out.iter_mut().map(|piece| Disjoint::new(piece)).collect();
     let quantized = Quantized::new(ctx, &blocks, groups, w.cols(), |t| &x[t * width..(t + 1) * width]);
     run_in_order(ctx, pieces, |piece| {
-        let mut sums = [[0.0; STRIP]; ROW_BLOCK];
         for block in &*blocks {
-            for strip in share(strips, pieces, piece) {
-                let (group, first) = (strip / each, strip % each * STRIP);
-                let sums = &mut sums[..block.len()];
-                let of_matrix = w.strip((group * per_group + channels.start + first) / STRIP);
-                multiply(ctx, &of_matrix, quantized.block(block.clone(), group), sums);
+            let place = |strip: usize| (strip / each, strip % each * STRIP);
+            let strip_of = |strip: usize| {
+                let (group, first) = place(strip);
+                (w.strip((group * per_group + channels.start + first) / STRIP), group)
+            };
+            for_strips(ctx, share(strips, pieces, piece), &quantized, block, strip_of, |strip, sums| {
+                let (group, first) = place(strip);
                 let count = STRIP.min(channels.len() - first);
-                for (t, sums) in block.clone().zip(&*sums) {
+                for (t, sums) in block.clone().zip(sums) {
                     // SAFETY: each strip of a group belongs to one piece, and a strip of a row is written once.
                     let out = unsafe { out[t * groups + group].piece(first..first + count) };
                     copy_strip(sums, out);
                 }
-            }
+            });
         }
     });
 }

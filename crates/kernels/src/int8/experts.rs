@@ -2,7 +2,9 @@
 
 use std::ops::Range;
 
-use super::{Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, multiply, num_pieces, row_blocks, share};
+use super::{
+    Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, for_strips, multiply_two, num_pieces, row_blocks, share,
+};
 use crate::Ctx;
 use crate::experts::{Part, Parts, Sorted, add_results, hidden_width};
 use crate::parallel::{Disjoint, run_in_order, run_tasks};
@@ -114,7 +116,7 @@ fn for_pieces<'a>(
         run_in_order(ctx, all, |i| body(parts.get(0), share(strips, all, i)));
     } else {
         // Few parts are cut more finely than many.
-        let each = all.min(8 * ctx.par.threads()).div_ceil(count).clamp(1, strips.max(1));
+        let each = all.min(8 * ctx.par.threads()).div_ceil(count).clamp(1, strips.div_ceil(2).max(1));
         run_tasks(ctx, each * count, |i| body(parts.get(i / each), share(strips, each, i % each)));
     }
 }
@@ -146,8 +148,7 @@ fn run_parts<'a>(
                 let (gate, up) = (&mut gate[..block.len()], &mut up[..block.len()]);
                 for strip in strips.clone() {
                     let x = x.block(block.clone(), 0);
-                    multiply(ctx, &weights.w1.strip(strip), x, gate);
-                    multiply(ctx, &weights.w3.strip(strip), x, up);
+                    multiply_two(ctx, [&weights.w1.strip(strip), &weights.w3.strip(strip)], x, gate, up);
                     swiglu_in_place(ctx.level, gate.as_flattened_mut(), up.as_flattened(), limit, 1.0);
                     let first = strip * STRIP;
                     let count = STRIP.min(inner - first);
@@ -163,19 +164,23 @@ fn run_parts<'a>(
     let x = Quantized::new(ctx, &blocks, 1, inner, |r| &hidden[r * inner..(r + 1) * inner]);
     let out = Disjoint::new(out);
     for_pieces(ctx, parts, dim, inner, |Part { weights, rows }, strips| {
-        let mut sums = [[0.0; STRIP]; ROW_BLOCK];
         for block in row_blocks(rows) {
-            for strip in strips.clone() {
-                let sums = &mut sums[..block.len()];
-                multiply(ctx, &weights.w2.strip(strip), x.block(block.clone(), 0), sums);
-                let first = strip * STRIP;
-                let count = STRIP.min(dim - first);
-                for (r, sums) in block.clone().zip(&*sums) {
-                    // SAFETY: each strip of a part belongs to one piece, and parts have disjoint rows.
-                    let out = unsafe { out.piece(r * dim + first..r * dim + first + count) };
-                    copy_strip(sums, out);
-                }
-            }
+            for_strips(
+                ctx,
+                strips.clone(),
+                &x,
+                &block,
+                |strip| (weights.w2.strip(strip), 0),
+                |strip, sums| {
+                    let first = strip * STRIP;
+                    let count = STRIP.min(dim - first);
+                    for (r, sums) in block.clone().zip(sums) {
+                        // SAFETY: each strip of a part belongs to one piece, and parts have disjoint rows.
+                        let out = unsafe { out.piece(r * dim + first..r * dim + first + count) };
+                        copy_strip(sums, out);
+                    }
+                },
+            );
         }
     });
 }

@@ -1,5 +1,7 @@
 //! Weights as the integer kernels read them, in strips of eight outputs.
 
+use std::ops::Range;
+
 use troika_base::{Format, StoredTensor};
 
 use super::{GROUP, STRIP};
@@ -139,6 +141,36 @@ impl Int8Matrix {
         }
     }
 
+    /// Codes `[outputs, cols]` and scales of some outputs, if each has one scale for all its columns, as
+    /// [`Self::pack_channels`] makes them; `None` otherwise. An output with a NaN scale has codes of 0.
+    ///
+    /// # Panics
+    ///
+    /// If there are no such outputs.
+    pub fn channel_codes(&self, outputs: Range<usize>) -> Option<(Vec<i8>, Vec<f32>)> {
+        assert!(outputs.start <= outputs.end && outputs.end <= self.rows, "{outputs:?} of {} outputs", self.rows);
+        let Form::Packed { codes, scales } = &self.form else { return None };
+        let groups = self.cols.div_ceil(GROUP);
+        let (mut rows, mut factors) = (vec![0; outputs.len() * self.cols], Vec::with_capacity(outputs.len()));
+        for (output, row) in outputs.zip(rows.chunks_exact_mut(self.cols.max(1))) {
+            let (strip, lane) = (output / STRIP * groups, output % STRIP);
+            let scale = scales[strip][lane];
+            if scales[strip..strip + groups].iter().any(|other| other[lane] != scale) {
+                return None;
+            }
+            for (group, row) in row.chunks_mut(GROUP).enumerate() {
+                let codes = &codes[strip + group];
+                for (place, &column) in ORDER.iter().enumerate() {
+                    if let Some(code) = row.get_mut(column) {
+                        *code = codes[place / 4 * 32 + lane * 4 + place % 4];
+                    }
+                }
+            }
+            factors.push(bf16_to_f32(scale));
+        }
+        Some((rows, factors))
+    }
+
     pub(super) fn strip(&self, strip: usize) -> Strip<'_> {
         match &self.form {
             Form::Fp4(w) => {
@@ -198,6 +230,27 @@ mod tests {
     use troika_base::SharedBytes;
 
     use super::*;
+
+    fn numbers(rows: usize, cols: usize) -> StoredTensor {
+        let number = |i: usize| ((i * 7919 % 1021) as f32 - 510.0) / 100.0;
+        let bytes: Vec<u8> = (0..rows * cols).flat_map(|i| number(i).to_le_bytes()).collect();
+        let parts = [SharedBytes::new(bytes), SharedBytes::empty(), SharedBytes::empty()];
+        StoredTensor::new(Format::F32, rows, cols, parts).expect("the parts fit")
+    }
+
+    #[test]
+    fn codes_of_channels_are_the_numbers_of_products() {
+        for (rows, cols) in [(1, 1), (8, 32), (19, 70), (40, 128)] {
+            let w = Int8Matrix::pack_channels(Ctx::serial(), &numbers(rows, cols));
+            let (codes, scales) = w.channel_codes(rows / 2..rows).expect("one scale per output");
+            let scaled =
+                codes.chunks_exact(cols).zip(&scales).flat_map(|(row, s)| row.iter().map(move |c| f32::from(*c) * s));
+            assert_eq!(scaled.collect::<Vec<_>>(), w.to_f32()[rows / 2 * cols..], "{rows} x {cols}");
+            assert!(codes.iter().any(|code| code.unsigned_abs() > 120), "the range is used");
+        }
+        let grouped = Int8Matrix::pack(Ctx::serial(), &numbers(4, 64));
+        assert_eq!(grouped.channel_codes(0..4), None, "a scale for each group");
+    }
 
     #[test]
     fn packing_allocates_what_was_foreseen() {

@@ -7,9 +7,9 @@ use troika_base::storage::ScaleFormat;
 use troika_base::{Format, StoredTensor};
 use troika_kernels::int8::{self, Int8Expert, Int8Matrix, Product};
 use troika_kernels::{
-    Ctx, ExpertWeights, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, attend, embed, grouped_matmul,
-    hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk, matmul, pool, rms_norm, rms_norm_in_place, rope,
-    rope_row, route, routed_experts, shared_expert, stream_mean, swiglu,
+    Ctx, ExpertWeights, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Visible, add, attend,
+    attend_rounded, embed, grouped_matmul, hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk, matmul, pool,
+    rms_norm, rms_norm_in_place, rope, rope_row, route, routed_experts, shared_expert, stream_mean, swiglu,
 };
 
 use crate::support::{Noise, serial_contexts, tensor};
@@ -63,14 +63,19 @@ fn step(ctx: Ctx, t: usize, operands: &Operands, buffers: &mut Buffers) {
     rope(ctx, other, HEADS, &o.positions[..t], &o.freqs, false);
     rope_row(&mut other[..8], 77, &o.freqs, true);
     let keys = RowList::shared(WIDTH, &o.keys);
-    let index = Index { heads: HEADS, top_k: 16, scale: 0.1, keys };
     let ids = &mut b.ids[..t * 16];
-    index_topk(ctx, &index, other, &o.numbers[..t * HEADS], |i| 40 + i, ids);
-    index_scores(ctx.level, &index, &other[..d], &o.numbers[..HEADS], &mut b.scores);
+    for rounded in [false, true] {
+        let index = Index { heads: HEADS, top_k: 16, scale: 0.1, keys, rounded };
+        index_topk(ctx, &index, other, &o.numbers[..t * HEADS], |i| 40 + i, ids);
+        index_scores(ctx.level, &index, &other[..d], &o.numbers[..HEADS], &mut b.scores);
+    }
     let ids = &*ids;
     let visible =
         |i: usize| Visible { near: &o.numbers[..100 * WIDTH], far: keys, chosen: Some(&ids[i * 16..(i + 1) * 16]) };
     attend(ctx, WIDTH, other, &o.numbers[..HEADS], visible, row);
+    let rows = Rows { near: &o.numbers[..100 * WIDTH], far: keys };
+    let seen = |i: usize| Seen { near: 0..100, far: Far::Chosen(&ids[i * 16..(i + 1) * 16]) };
+    attend_rounded(ctx, other, &o.numbers[..HEADS], &rows, seen, row);
     let entries = [(&o.numbers[..WIDTH], &o.numbers[WIDTH..2 * WIDTH]); 2];
     pool(ctx.level, &entries, &mut row[..WIDTH]);
     swiglu(ctx, row, &o.numbers[..t * d], Some(10.0), other);

@@ -5,9 +5,9 @@ use std::ops::Range;
 use proptest::prelude::*;
 use troika_base::{Format, StoredTensor};
 use troika_kernels::{
-    CpuLevel, Ctx, ExpertWeights, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, attend, embed,
-    for_each_row_with, grouped_matmul, hc_head, hc_post, hc_pre, index_scores, index_topk, matmul, rms_norm,
-    rms_norm_in_place, rope, route, routed_experts, shared_expert, stream_mean, swiglu,
+    CpuLevel, Ctx, ExpertWeights, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Visible, add,
+    attend, attend_rounded, embed, for_each_row_with, grouped_matmul, hc_head, hc_post, hc_pre, index_scores,
+    index_topk, matmul, rms_norm, rms_norm_in_place, rope, route, routed_experts, shared_expert, stream_mean, swiglu,
 };
 
 use crate::support::{Noise, Threads, fit_cols, formats, same_bits, tensor};
@@ -188,13 +188,33 @@ proptest! {
                 let near = &window[at.saturating_sub(5) * d..(at + 130) * d];
                 Visible { near, far: if at.is_multiple_of(3) { far.first(far.len() / 2) } else { far }, chosen: (at % 3 == 1).then_some(&ids) }
             };
-            let mut out = vec![f32::NAN; rows.len() * heads * d];
-            attend(ctx, d, &q[span(&rows, heads * d)], &sink, visible, &mut out);
-            let mut chosen = vec![0; rows.len() * 7];
-            let index = Index { heads, top_k: 7, scale: 1.0, keys: far };
-            let (iq, iw) = (&q[span(&rows, heads * d)], &iw[span(&rows, heads)]);
-            index_topk(ctx, &index, iq, iw, |i| (rows.start + i) * 8 % (far.len() + 1), &mut chosen);
-            let row = |i: usize| out[i * heads * d..(i + 1) * heads * d].iter().copied().chain(chosen[i * 7..(i + 1) * 7].iter().map(|&id| id as f32)).collect::<Vec<f32>>();
+            let q = &q[span(&rows, heads * d)];
+            let mut plain = vec![f32::NAN; rows.len() * heads * d];
+            attend(ctx, d, q, &sink, visible, &mut plain);
+            let all = Rows { near: &window, far };
+            let seen = |i: usize| {
+                let at = rows.start + i;
+                let far = match at % 3 {
+                    0 => Far::First(far.len() / 2),
+                    1 => Far::Chosen(&ids),
+                    _ => Far::First(far.len()),
+                };
+                Seen { near: at.saturating_sub(5)..at + 130, far }
+            };
+            let mut rounded = vec![f32::NAN; rows.len() * heads * d];
+            attend_rounded(ctx, q, &sink, &all, seen, &mut rounded);
+            let iw = &iw[span(&rows, heads)];
+            let chosen = [false, true].map(|rounded| {
+                let mut chosen = vec![0; rows.len() * 7];
+                let index = Index { heads, top_k: 7, scale: 1.0, keys: far, rounded };
+                index_topk(ctx, &index, q, iw, |i| (rows.start + i) * 8 % (far.len() + 1), &mut chosen);
+                chosen.into_iter().map(|id| id as f32).collect::<Vec<f32>>()
+            });
+            let row = |i: usize| {
+                let span = |width: usize| i * width..(i + 1) * width;
+                let out = [&plain[span(heads * d)], &rounded[span(heads * d)], &chosen[0][span(7)], &chosen[1][span(7)]];
+                out.concat()
+            };
             (0..rows.len()).flat_map(row).collect()
         })?;
         let rows: Vec<&[f32]> = window.chunks(d).collect();
@@ -209,10 +229,13 @@ proptest! {
             let keys = &window[span(&w, d)];
             let (a, b) = keys.split_at(w.len() / 2 * d);
             let pieces = [a, b];
-            let mut out = vec![f32::NAN; w.len()];
-            let index = Index { heads, top_k: 1, scale: 1.0, keys: RowList::new(d, &pieces) };
-            index_scores(ctx.level, &index, &q[..heads * d], &iw[..heads], &mut out);
-            out
+            let mut out = vec![f32::NAN; 2 * w.len()];
+            for (rounded, out) in [false, true].into_iter().zip(out.chunks_exact_mut(w.len())) {
+                let index = Index { heads, top_k: 1, scale: 1.0, keys: RowList::new(d, &pieces), rounded };
+                index_scores(ctx.level, &index, &q[..heads * d], &iw[..heads], out);
+            }
+            let (plain, rounded) = out.split_at(w.len());
+            plain.iter().zip(rounded).flat_map(|(plain, rounded)| [*plain, *rounded]).collect()
         })?;
     }
 

@@ -203,8 +203,14 @@ proptest! {
             };
             (0..rows.len()).flat_map(row).collect::<Vec<f32>>()
         };
+        let mut fused = None;
         for level in CpuLevel::available() {
             let want = run(Ctx { level, par: &Serial }, 0..t);
+            if level != CpuLevel::Scalar {
+                // Wider registers are the same arithmetic.
+                same_bits(&want, fused.get_or_insert_with(|| want.clone()))
+                    .map_err(|e| TestCaseError::fail(format!("{level:?}: {e}")))?;
+            }
             for threads in 1..=3 {
                 let par = Threads(threads);
                 let (mut got, mut first) = (Vec::new(), 0);

@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 use troika_base::Format;
 use troika_kernels::{
-    CpuLevel, Ctx, HcParams, Index, RouteParams, RowList, Scoring, Visible, add, argmax, attend, embed, fake_fp4,
-    fake_fp8, hadamard, hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk, pool, reference, rms_norm,
-    rms_norm_in_place, rope, rope_row, route, route_with_scores, stream_mean, swiglu, top_k,
+    CpuLevel, Ctx, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Visible, add, argmax, attend,
+    attend_rounded, embed, fake_fp4, fake_fp8, hadamard, hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk,
+    pool, reference, rms_norm, rms_norm_in_place, rope, rope_row, route, route_with_scores, stream_mean, swiglu, top_k,
 };
 
 use crate::support::{EPS, Noise, Threads, roundings, same_bits, serial_contexts, tensor, within};
@@ -22,6 +22,17 @@ fn wild(noise: &mut Noise, n: usize) -> Vec<f32> {
 /// `Σ|a·b|`
 fn absolute_dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from((a * b).abs())).sum()
+}
+
+/// How far a product may be off if the query is rounded to 4095 steps and the row to 2047, chain by chain.
+fn score_rounding(q: &[f32], row: &[f32]) -> f64 {
+    let largest = |x: &[f32]| x.iter().fold(0.0f64, |max, x| max.max(f64::from(x.abs())));
+    let sum = |x: &[f32]| x.iter().map(|x| f64::from(x.abs())).sum::<f64>();
+    let chain = |(q, row): (&[f32], &[f32])| {
+        let (q_step, row_step) = (largest(q) / 8190.0, largest(row) / 4094.0);
+        (sum(q) * row_step + sum(row) * q_step + q.len() as f64 * q_step * row_step) * (1.0 + 1e-6)
+    };
+    q.chunks(256).zip(row.chunks(256)).map(chain).sum()
 }
 
 /// Parameters of a hyper-connection with `outputs` outputs.
@@ -199,25 +210,43 @@ proptest! {
         let size = |w: usize| -> f64 {
             iq.chunks(d).zip(&iw).map(|(q, iw)| f64::from(iw.abs()) * absolute_dot(q, rows[w])).sum()
         };
-        let index = Index { heads, top_k: 1, scale: 0.5, keys: RowList::new(d, &pieces) };
+        let index = Index { heads, top_k: 1, scale: 0.5, keys: RowList::new(d, &pieces), rounded: false };
+        // Rounded to eight bits: each number is off by at most 1/253 of the largest.
+        let largest = |x: &[f32]| x.iter().fold(0.0f64, |max, x| max.max(f64::from(x.abs()))) / 253.0;
+        let sum = |x: &[f32]| x.iter().map(|x| f64::from(x.abs())).sum::<f64>();
+        let rounding = |w: usize| -> f64 {
+            let key = rows[w];
+            let one = |q: &[f32]| sum(q) * largest(key) + sum(key) * largest(q) + d as f64 * largest(key) * largest(q);
+            iq.chunks(d).zip(&iw).map(|(q, iw)| f64::from(iw.abs()) * one(q)).sum()
+        };
+        let mut fused = None;
         for level in CpuLevel::available() {
-            let mut got = vec![f32::NAN; n];
-            index_scores(level, &index, &iq, &iw, &mut got);
-            got.iter_mut().for_each(|score| *score *= 2.0);
+            let scores = |index: &Index| {
+                let mut got = vec![f32::NAN; n];
+                index_scores(level, index, &iq, &iw, &mut got);
+                got.iter_mut().for_each(|score| *score *= 2.0);
+                got
+            };
             let steps = d.min(256) as f64 + d as f64 / 256.0 + heads as f64 / 8.0 + 8.0;
-            within(&got, &want, |w| steps * EPS * roundings(level) * size(w)).map_err(fail(level))?;
+            within(&scores(&index), &want, |w| steps * EPS * roundings(level) * size(w)).map_err(fail(level))?;
+            let got = scores(&Index { rounded: true, ..index });
+            let chain = (heads as f64 + 4.0) * EPS * roundings(level);
+            within(&got, &want, |w| rounding(w) + chain * (size(w) + rounding(w))).map_err(fail(level))?;
+            if level != CpuLevel::Scalar {
+                same_bits(&got, fused.get_or_insert_with(|| got.clone())).map_err(fail(level))?;
+            }
         }
     }
 
     /// Queries in tiles and keys in spans choose what each query chooses alone, from its scores of all keys.
     #[test]
-    fn index_topk_chooses_by_scores(t in 1usize..14, n in 0usize..1400, k in 1usize..600, heads in 1usize..20, seed: u64) {
+    fn index_topk_chooses_by_scores(t in 1usize..14, n in 0usize..1400, k in 1usize..600, heads in 1usize..20, rounded: bool, seed: u64) {
         let mut noise = Noise::new(seed);
         let d = 8;
         let (iq, iw, keys) = (noise.numbers(t * heads * d), noise.numbers(t * heads), noise.numbers(n * d));
         let seen: Vec<usize> = (0..t).map(|_| noise.below(n + 1)).collect();
         let pieces = [&keys[..]];
-        let index = Index { heads, top_k: k, scale: 0.25, keys: RowList::new(d, &pieces) };
+        let index = Index { heads, top_k: k, scale: 0.25, keys: RowList::new(d, &pieces), rounded };
         for level in CpuLevel::available() {
             let mut want = vec![0; t * k];
             for (i, ids) in want.chunks_mut(k).enumerate() {
@@ -236,10 +265,15 @@ proptest! {
     }
 
     #[test]
-    fn top_k_matches_a_stable_sort(n in 0usize..200, k in 0usize..60, seed: u64) {
+    fn top_k_matches_a_stable_sort(
+        n in prop_oneof![0usize..200, 200usize..3000],
+        k in prop_oneof![0usize..60, 60usize..600],
+        sorted in 0usize..3,
+        seed: u64,
+    ) {
         let mut noise = Noise::new(seed);
-        // Few different values, so that ties are common; some NaN, both zeros.
-        let scores: Vec<f32> = (0..n)
+        // Few different values, so that ties are common; some NaN, both zeros. In order they mislead who takes a sample.
+        let mut scores: Vec<f32> = (0..n)
             .map(|_| match noise.below(12) {
                 0 => f32::NAN,
                 1 => -0.0,
@@ -247,6 +281,11 @@ proptest! {
                 i => i as f32 - 5.0,
             })
             .collect();
+        match sorted {
+            0 => {}
+            1 => scores.sort_by(f32::total_cmp),
+            _ => scores.iter_mut().enumerate().for_each(|(i, score)| *score = if i % 16 < 2 { *score } else { -9.0 }),
+        }
         let mut got = vec![7; k];
         top_k(&scores, &mut got);
         let (chosen, missing) = got.split_at(k.min(n));
@@ -287,7 +326,7 @@ proptest! {
             far: RowList::new(d, &pieces).first(if chosen { far } else { far * (i + 1) / t }),
             chosen: chosen.then(|| &ids[i][..]),
         };
-        let (mut want, mut bound) = (vec![0.0; t * heads * d], Vec::new());
+        let (mut want, mut bound, mut rounding) = (vec![0.0; t * heads * d], Vec::new(), Vec::new());
         for (i, want) in want.chunks_mut(heads * d).enumerate() {
             let mut rows: Vec<&[f32]> = window[i * d..(i + near) * d].chunks(d).collect();
             let all: Vec<&[f32]> = keys.chunks(d).collect();
@@ -303,6 +342,9 @@ proptest! {
             let n = rows.len() as f64;
             let steps = 4.0 * (n / 16.0 + d.min(256) as f64 + d as f64 / 256.0 + 68.0f64.min(n + 4.0));
             bound.push(steps * EPS * largest * (1.0 + score));
+            let moved = q.chunks(d).flat_map(|q| rows.iter().map(move |row| score_rounding(q, row)));
+            let moved = moved.fold(0.0, f64::max) / (d as f64).sqrt();
+            rounding.push(largest * ((2.0 * moved).exp_m1() + 1.0 / 4094.0 + 60.0 / 32766.0));
         }
         let mut avx2 = None;
         for level in CpuLevel::available() {
@@ -315,6 +357,22 @@ proptest! {
                     _ => same_bits(&got, avx2.get_or_insert_with(|| got.clone())).map_err(fail(level))?,
                 }
                 within(&got, &want, |i| roundings(level) * bound[i / (heads * d)]).map_err(fail(level))?;
+            }
+        }
+        let rows = Rows { near: &window, far: RowList::new(d, &pieces) };
+        let seen = |i: usize| Seen {
+            near: i..i + near,
+            far: if chosen { Far::Chosen(&ids[i]) } else { Far::First(far * (i + 1) / t) },
+        };
+        let mut bits = [None, None];
+        for level in CpuLevel::available() {
+            for threads in [1, 2, 5] {
+                let mut got = vec![f32::NAN; want.len()];
+                attend_rounded(Ctx { level, par: &Threads(threads) }, &q, &sink, &rows, seen, &mut got);
+                let bits = &mut bits[usize::from(level == CpuLevel::Scalar)];
+                same_bits(&got, bits.get_or_insert_with(|| got.clone())).map_err(fail(level))?;
+                let both = |i: usize| roundings(level) * bound[i / (heads * d)] + rounding[i / (heads * d)];
+                within(&got, &want, both).map_err(fail(level))?;
             }
         }
     }

@@ -105,6 +105,33 @@ fn foreign_files_are_never_touched() {
     }
 }
 
+/// What was wrong stays so: also for processes that come later, also if the list of it is damaged.
+#[test]
+fn closed_classes_stay_closed() {
+    let dir = scratch_dir();
+    let (store, _) = open(dir.path(), 1 << 20);
+    assert_eq!(store.times_closed("fast+hybrid:1"), 0);
+    store.close_class("fast+hybrid:1");
+    store.close_class("fast+hybrid:1");
+    store.close_class("fast");
+    assert_eq!((store.times_closed("fast+hybrid:1"), store.times_closed("fast")), (2, 1));
+    drop(store);
+    let (store, _) = open(dir.path(), 1 << 20);
+    let times = ["fast+hybrid:1", "fast", "fast+hybrid:2"].map(|class| store.times_closed(class));
+    assert_eq!(times, [2, 1, 0]);
+    let usage = usage(dir.path()).expect("readable");
+    assert_eq!((usage.files, usage.foreign_files), (1, 0));
+    drop(store);
+    let path = dir.path().join("troika-closed-classes");
+    let mut bytes = fs::read(&path).expect("it is there");
+    bytes[70] ^= 1;
+    fs::write(&path, bytes).expect("writable");
+    let Err(error) = Store::open(dir.path(), 1 << 20) else { panic!("nobody knows what is closed") };
+    assert!(error.to_string().contains("troika cache clear"), "{error}");
+    clear(dir.path()).expect("it goes");
+    assert_eq!(open(dir.path(), 1 << 20).0.times_closed("fast+hybrid:1"), 0, "and all that it was about");
+}
+
 #[test]
 fn what_is_open_is_not_cleared() {
     let dir = scratch_dir();

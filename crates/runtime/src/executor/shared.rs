@@ -1,6 +1,8 @@
 //! Nodes that engines take part in: their parts, from hand-over to the last report. A part that fails on an engine is done
-//! again by the primary device within the same operation, and its projection stays with the primary device from then on.
+//! again by the primary device within the same operation, and its projection stays with the primary device from then on; so is
+//! one with wrong numbers, and then engines are given nothing more.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -8,7 +10,8 @@ use troika_base::StepId;
 use troika_device::{Part, Report, Work};
 use troika_graph::{Kind, NodeId, WeightKey};
 
-use super::{Executor, ExecutorError, FinishedStep, InFlight};
+use super::{Executor, ExecutorError, FinishedStep, InFlight, check};
+use crate::feature::FeatureState;
 use crate::ledger::Fallback;
 use crate::plan::DeviceId;
 use crate::span::Span;
@@ -23,6 +26,8 @@ pub(super) struct SharedRun {
     left: usize,
     /// Per tile the engines' parts that are not in.
     tiles: Vec<u32>,
+    /// Time of each device, nanoseconds.
+    busy: BTreeMap<DeviceId, u64>,
     start: Instant,
 }
 
@@ -46,25 +51,30 @@ impl Executor {
         let template = Arc::clone(&step.template);
         let shared = &template.shared[shared];
         let rows = step.run.rows().num_rows();
-        let is_latched = self.latched.contains_key(&shared.key);
-        let schedule = self.plan.schedule(&shared.shares, rows, is_latched);
+        let aside = self.kept_from_engines(shared.key);
+        let schedule = self.plan.schedule(&shared.shares, rows, aside.is_some());
+        let start = (self.clock)();
         let operations = step.operations.entry(shared.kind).or_default();
         operations.exact += schedule.exact as u64;
         operations.padded += u64::from(schedule.padded);
         operations.logical_rows += schedule.tiled_rows as u64;
         let tiles = schedule.exact + usize::from(schedule.padded);
         operations.padded_rows += (tiles * self.plan.tile() - schedule.tiled_rows) as u64;
+        operations.input_ready_ns += start.saturating_duration_since(step.last_shared).as_nanos() as u64;
         if schedule.tiled_rows < rows {
-            let reason = if is_latched { Fallback::Latched } else { Fallback::RowsBelowTailThreshold };
+            // What is narrower than a tile was perhaps made so; what is left over after tiles is left over.
+            let short = step.short_because.filter(|_| rows < self.plan.tile());
+            let reason = aside.or(short).unwrap_or(Fallback::RowsBelowTailThreshold);
             *operations.fallbacks.entry(reason).or_default() += 1;
         }
+        step.tiled_rows = step.tiled_rows.max(tiles * self.plan.tile());
         let mut tiles = vec![0; tiles];
         schedule.parts.iter().filter_map(|(_, _, tile)| *tile).for_each(|tile| tiles[tile] += 1);
         let parts: Vec<RunningPart> =
             schedule.parts.into_iter().map(|(device, part, tile)| RunningPart { device, part, tile }).collect();
         let work: Vec<(DeviceId, Part)> = parts.iter().map(|running| (running.device, running.part.clone())).collect();
-        let (kind, key, left, start) = (shared.kind, shared.key, parts.len(), (self.clock)());
-        step.shared.insert(node, SharedRun { kind, key, parts, left, tiles, start });
+        let (kind, key, left, busy) = (shared.kind, shared.key, parts.len(), BTreeMap::new());
+        step.shared.insert(node, SharedRun { kind, key, parts, left, tiles, busy, start });
         work.into_iter().try_for_each(|(device, part)| self.hand_over_part(step, node, kind, device, part))
     }
 
@@ -101,8 +111,40 @@ impl Executor {
         }
         match failure {
             Some(reason) => self.part_failed(id, node, index, reason),
+            None if self.is_wrong(id, node, index) => self.redo(id, node, index).map(|()| None),
             None => self.part_done(id, node, index, elapsed_ns[0]),
         }
+    }
+
+    /// Whether an engine's part that is done must not be believed.
+    fn is_wrong(&mut self, id: StepId, node: NodeId, index: usize) -> bool {
+        let step = self.steps.get_mut(&id).expect("the caller has looked");
+        let shared = step.shared.get(&node).expect("a part of it is out");
+        let RunningPart { device, part, .. } = &shared.parts[index];
+        if *device == DeviceId::PRIMARY || self.quarantine.is_some() {
+            return *device != DeviceId::PRIMARY;
+        }
+        let Some(rows) = self.checks.next(part) else { return false };
+        let start = Instant::now();
+        let difference = check::check(&step.run, node, part, rows, self.checks.repeatable);
+        let operations = step.operations.entry(shared.kind).or_default();
+        operations.checks += 1;
+        operations.check_ns += start.elapsed().as_nanos() as u64;
+        let Some(difference) = difference else {
+            self.checks.since = 0;
+            return false;
+        };
+        operations.failed_checks += 1;
+        let reason = format!("{}: {difference}", self.devices[usize::from(device.0)].capabilities().name);
+        let parts = self.checks.since;
+        tracing::error!(
+            reason,
+            parts,
+            "wrong numbers: engines are in quarantine, with all they did since the last check"
+        );
+        self.feature.close(FeatureState::Quarantined { reason: reason.clone() });
+        (self.quarantine, self.quarantine_is_news) = (Some(reason), true);
+        true
     }
 
     fn part_failed(
@@ -112,15 +154,11 @@ impl Executor {
         index: usize,
         reason: String,
     ) -> Result<Option<FinishedStep>, ExecutorError> {
-        let mut step = self.steps.remove(&id).expect("the caller has looked");
-        let shared = step.shared.get_mut(&node).expect("a part of it is out");
-        let (kind, key) = (shared.kind, shared.key);
-        let running = &mut shared.parts[index];
-        let device = std::mem::replace(&mut running.device, DeviceId::PRIMARY);
-        let part = running.part.clone();
-        step.part_entries.entry((kind, device)).or_default().failed += 1;
+        let step = self.steps.get_mut(&id).expect("the caller has looked");
+        let shared = step.shared.get(&node).expect("a part of it is out");
+        let (kind, key, device) = (shared.kind, shared.key, shared.parts[index].device);
         if device == DeviceId::PRIMARY {
-            self.steps.insert(id, step);
+            step.part_entries.entry((kind, device)).or_default().failed += 1;
             self.give_up(id);
             self.queue_ready()?;
             return Err(ExecutorError::Node { step: id, reason });
@@ -132,9 +170,20 @@ impl Executor {
             self.latched.insert(key, reason);
             self.feature.latched();
         }
+        self.redo(id, node, index).map(|()| None)
+    }
+
+    /// Has the primary device do what an engine did not do, or not well.
+    fn redo(&mut self, id: StepId, node: NodeId, index: usize) -> Result<(), ExecutorError> {
+        let mut step = self.steps.remove(&id).expect("the caller has looked");
+        let shared = step.shared.get_mut(&node).expect("a part of it is out");
+        let (kind, running) = (shared.kind, &mut shared.parts[index]);
+        let device = std::mem::replace(&mut running.device, DeviceId::PRIMARY);
+        let part = running.part.clone();
+        step.part_entries.entry((kind, device)).or_default().failed += 1;
         let result = self.hand_over_part(&mut step, node, kind, DeviceId::PRIMARY, part);
         self.steps.insert(id, step);
-        result.map(|()| None)
+        result
     }
 
     fn part_done(
@@ -158,6 +207,7 @@ impl Executor {
             let start_ns = end_ns.saturating_sub(elapsed_ns);
             step.spans.push(Span { node, kind, scope, device: *device, start_ns, end_ns });
         }
+        *shared.busy.entry(*device).or_default() += elapsed_ns;
         let operations = step.operations.entry(kind).or_default();
         if let Some(tile) = *tile {
             shared.tiles[tile] -= 1;
@@ -167,7 +217,11 @@ impl Executor {
         if shared.left > 0 {
             return Ok(None);
         }
-        operations.region_ns += ((self.clock)() - shared.start).as_nanos() as u64;
+        let region_ns = ((self.clock)() - shared.start).as_nanos() as u64;
+        let longest_ns = shared.busy.values().copied().max().unwrap_or(0);
+        operations.region_ns += region_ns;
+        operations.gap_ns += region_ns.saturating_sub(longest_ns);
+        step.last_shared = (self.clock)();
         *operations.last.entry(*device).or_default() += 1;
         step.shared.remove(&node);
         step.left -= 1;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proptest::prelude::*;
 use troika_base::RequestId;
 use troika_scheduler::{
-    Geometry, GeometryRequest, Lane, Limits, NewSequence, Refusal, Rule, Scheduler, StateCost, Urgency,
+    Geometry, GeometryRequest, Lane, Limits, NARROWINGS, NewSequence, Refusal, Rule, Scheduler, StateCost, Urgency,
 };
 
 const STEP: usize = 512;
@@ -26,6 +26,8 @@ fn limits() -> Limits {
         max_queued: 64,
         max_itl_us: 200_000,
         state_bytes: u64::MAX,
+        reserve_bytes: 0,
+        narrowing_frees: [0; NARROWINGS],
         state_cost: StateCost { fixed_bytes: 1000, bytes_per_block: 100 },
         replay_decoded: false,
     }
@@ -372,6 +374,90 @@ fn what_was_decoded_before_a_preemption_is_decoded_again() {
     assert_eq!(step(&mut scheduler, Lane::Decode).0, []);
 }
 
+/// A sequence that is too large for the memory beside wide steps: first others give up what they can spare, then steps are
+/// halved; when it is gone they are as wide as before.
+#[test]
+fn memory_is_taken_from_the_reserve_then_from_steps() {
+    let request = GeometryRequest {
+        tile: Some(256),
+        step: 512,
+        honour_step: false,
+        block: 128,
+        cache: false,
+        snapshot_spacing: 1,
+    };
+    let limits = Limits {
+        geometry: Geometry::resolve(&request, |_| true),
+        state_bytes: 2000,
+        reserve_bytes: 300,
+        narrowing_frees: [400, 600, 700, 750],
+        ..limits()
+    };
+    let mut scheduler = Scheduler::new(limits);
+    let widths = |scheduler: &mut Scheduler| -> Vec<(usize, Vec<Rule>)> {
+        let mut widths = Vec::new();
+        loop {
+            let plan = scheduler.plan(Lane::Prefill, 0);
+            scheduler.check_invariants();
+            assert!(plan.parts.len() <= 1 && plan.preempted.is_empty());
+            let Some(part) = plan.parts.first() else { return widths };
+            let rules = part.chunk.narrowed_by.iter().map(|narrowing| narrowing.rule).collect();
+            widths.push((part.chunk.width, rules));
+            scheduler.complete(plan.number, 0, 1, 1);
+        }
+    };
+    let refused = scheduler.submit(RequestId(0), new(21 * 128 + 1));
+    assert_eq!(refused, Err(Refusal::NeverFits { need_bytes: 3200, limit_bytes: 3050 }));
+    // 1000 and 8 blocks fit.
+    scheduler.submit(RequestId(1), new(1024)).expect("taken");
+    assert_eq!((scheduler.bytes_short(), scheduler.admit()), (0, vec![RequestId(1)]));
+    scheduler.attached(RequestId(1), 0);
+    assert_eq!(widths(&mut scheduler), [(512, vec![]), (511, vec![Rule::Remaining])]);
+    // 1000 and 16 blocks do not, but while the first one runs that is nobody's trouble.
+    scheduler.submit(RequestId(2), new(2047)).expect("taken");
+    assert_eq!((scheduler.bytes_short(), scheduler.admit()), (0, vec![]));
+    assert!(scheduler.end(RequestId(1)));
+    assert_eq!(scheduler.bytes_short(), 600);
+    scheduler.take_bytes(300);
+    assert_eq!((scheduler.bytes_short(), scheduler.throttle_in_force(), scheduler.state_limit()), (300, 1, 2700));
+    assert_eq!(scheduler.admit(), [RequestId(2)]);
+    scheduler.attached(RequestId(2), 0);
+    let narrow = || (256, vec![Rule::Memory]);
+    let last = (254, vec![Rule::Memory, Rule::Remaining]);
+    assert_eq!(widths(&mut scheduler), [vec![narrow(); 7], vec![last]].concat());
+    assert!(scheduler.end(RequestId(2)));
+    scheduler.submit(RequestId(3), new(1025)).expect("taken");
+    assert_eq!((scheduler.admit(), scheduler.state_limit()), (vec![RequestId(3)], 2300));
+    scheduler.attached(RequestId(3), 0);
+    assert_eq!(widths(&mut scheduler), [(512, vec![]), (512, vec![])]);
+}
+
+/// Steps in flight end as they are; then the state goes, and the sequence comes in again.
+#[test]
+fn what_is_not_trusted_is_computed_again() {
+    let mut scheduler = Scheduler::new(Limits { wavefront: 2, replay_decoded: true, ..limits() });
+    let [prompt, stream] = [RequestId(1), RequestId(2)];
+    scheduler.submit(stream, new(1)).expect("taken");
+    scheduler.submit(prompt, new(3 * STEP)).expect("taken");
+    scheduler.admit().into_iter().for_each(|id| scheduler.attached(id, 0));
+    let steps: Vec<u64> =
+        [Lane::Prefill, Lane::Prefill, Lane::Decode].map(|lane| scheduler.plan(lane, 0).number).to_vec();
+    scheduler.restart([prompt, stream]);
+    assert_eq!(scheduler.take_restarted(), []);
+    scheduler.complete(steps[2], 0, 1, 1);
+    assert_eq!(scheduler.take_restarted(), [stream]);
+    scheduler.complete(steps[0], 0, 1, 1);
+    assert!(scheduler.plan(Lane::Prefill, 0).parts.is_empty(), "it gets no further");
+    assert_eq!(scheduler.take_restarted(), []);
+    scheduler.complete(steps[1], 0, 1, 1);
+    assert_eq!(scheduler.take_restarted(), [prompt]);
+    scheduler.check_invariants();
+    assert_eq!(scheduler.admit(), [stream, prompt]);
+    scheduler.attached(prompt, 0);
+    let plan = scheduler.plan(Lane::Prefill, 0);
+    assert_eq!((plan.parts[0].chunk.start, plan.parts[0].chunk.width), (0, STEP));
+}
+
 #[test]
 fn geometry_widens_to_the_tile_and_says_what_limits_it() {
     let request = GeometryRequest {
@@ -405,8 +491,10 @@ proptest! {
         cancel in 0usize..12,
         cancel_after in 0usize..60,
         wavefront in 1usize..=3,
+        frees in 0u64..3000,
     ) {
-        let mut world = World::new(Limits { state_bytes, max_running, wavefront, ..limits() });
+        let narrowing_frees = [frees, frees * 3 / 2, frees * 7 / 4, frees * 15 / 8];
+        let mut world = World::new(Limits { state_bytes, max_running, wavefront, narrowing_frees, ..limits() });
         let mut taken = 0;
         for (id, (tokens, wanted)) in prompts.iter().enumerate() {
             if world.scheduler.submit(RequestId(id as u64), new(*tokens)).is_ok() {

@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use serde_json::{Value, json};
 use troika_engine::api::{FinishReason, Urgency};
+use troika_engine::{HybridBytes, HybridStatus, KindCounts, KindPlan};
 use troika_server::Access;
 use troika_testkit::scripted::Act;
 
@@ -215,4 +216,83 @@ async fn metrics_count_requests_and_times() {
     assert_eq!(after["troika_model_info{id=\"troika/nano\",numeric_class=\"exact\"}"], 1.0);
     world.engine.stop("out of luck");
     assert_eq!(samples(&world.get("/metrics").await)["troika_up"], 0.0);
+}
+
+/// What the status says of neural engines is in `/metrics`, `/troika/status` and `/health`, number by number.
+#[tokio::test]
+async fn what_engines_do_is_shown() {
+    let world = World::saying("x").await;
+    assert!(!samples(&world.get("/metrics").await).keys().any(|name| name.contains("hybrid")), "no engine, no line");
+    assert_eq!(world.get("/health").await.ok()["hybrid"], Value::Null);
+    let counts = KindCounts {
+        planned: 40,
+        exact: 30,
+        padded: 2,
+        merged: 31,
+        cancelled: 1,
+        fallbacks: BTreeMap::from([("memory", 8), ("contention", 3)]),
+        bypass_decode: 5,
+        bypass_verify: 6,
+        runtime_failures: 7,
+        checks: 10,
+        failed_checks: 1,
+        check_ms: 1.5,
+        input_ready_ms: 250.0,
+        region_ms: 500.0,
+        gap_ms: 125.0,
+        dispatched: BTreeMap::from([("soft0".to_owned(), 32)]),
+        ..KindCounts::default()
+    };
+    let hybrid = |state: &str| HybridStatus {
+        state: state.to_owned(),
+        numeric_class: "fast+hybrid:abc".to_owned(),
+        plan_digest: "abc".to_owned(),
+        tile: 512,
+        devices: vec!["cpu".to_owned(), "soft0".to_owned()],
+        programs: None,
+        plan: BTreeMap::from([("wq_b", KindPlan { layers: 6, fraction_effective: 0.5 })]),
+        kinds: BTreeMap::from([("wq_b", counts.clone())]),
+        bytes: HybridBytes { weights: 1000, banks: 200, surfaces: 30 },
+        latched: BTreeMap::from([("layers.1.wq_b".to_owned(), "run 3 fails".to_owned())]),
+        shed: vec!["layers.2.wq_b".to_owned(), "layers.3.wq_b".to_owned()],
+        last_request: Some("engaged".to_owned()),
+    };
+    world.engine.set_hybrid(hybrid("degraded(memory, 80.0 %)"));
+    let samples = samples(&world.get("/metrics").await);
+    let state = "state=\"degraded(memory, 80.0 %)\",digest=\"abc\",numeric_class=\"fast+hybrid:abc\",tile=\"512\"";
+    for (name, value) in [
+        (format!("troika_hybrid_state{{{state}}}"), 1.0),
+        ("troika_hybrid_operations_total{kind=\"wq_b\",state=\"planned\"}".to_owned(), 40.0),
+        ("troika_hybrid_operations_total{kind=\"wq_b\",state=\"exact\"}".to_owned(), 30.0),
+        ("troika_hybrid_operations_total{kind=\"wq_b\",state=\"padded\"}".to_owned(), 2.0),
+        ("troika_hybrid_operations_total{kind=\"wq_b\",state=\"merged\"}".to_owned(), 31.0),
+        ("troika_hybrid_operations_total{kind=\"wq_b\",state=\"cancelled\"}".to_owned(), 1.0),
+        ("troika_hybrid_fallbacks_total{kind=\"wq_b\",reason=\"memory\"}".to_owned(), 8.0),
+        ("troika_hybrid_fallbacks_total{kind=\"wq_b\",reason=\"contention\"}".to_owned(), 3.0),
+        ("troika_hybrid_bypasses_total{kind=\"wq_b\",lane=\"decode\"}".to_owned(), 5.0),
+        ("troika_hybrid_bypasses_total{kind=\"wq_b\",lane=\"verify\"}".to_owned(), 6.0),
+        ("troika_hybrid_parts_total{kind=\"wq_b\",device=\"soft0\"}".to_owned(), 32.0),
+        ("troika_hybrid_failures_total{kind=\"wq_b\"}".to_owned(), 7.0),
+        ("troika_hybrid_checks_total{kind=\"wq_b\",result=\"good\"}".to_owned(), 9.0),
+        ("troika_hybrid_checks_total{kind=\"wq_b\",result=\"wrong\"}".to_owned(), 1.0),
+        ("troika_hybrid_seconds_total{kind=\"wq_b\",of=\"input_ready\"}".to_owned(), 0.25),
+        ("troika_hybrid_seconds_total{kind=\"wq_b\",of=\"region\"}".to_owned(), 0.5),
+        ("troika_hybrid_seconds_total{kind=\"wq_b\",of=\"gap\"}".to_owned(), 0.125),
+        ("troika_hybrid_seconds_total{kind=\"wq_b\",of=\"check\"}".to_owned(), 0.0015),
+        ("troika_hybrid_bytes{of=\"weights\"}".to_owned(), 1000.0),
+        ("troika_hybrid_bytes{of=\"banks\"}".to_owned(), 200.0),
+        ("troika_hybrid_bytes{of=\"surfaces\"}".to_owned(), 30.0),
+        ("troika_hybrid_projections{state=\"latched\"}".to_owned(), 1.0),
+        ("troika_hybrid_projections{state=\"shed\"}".to_owned(), 2.0),
+    ] {
+        assert_eq!(samples.get(&name), Some(&value), "{name} in {samples:#?}");
+    }
+    let status = world.get("/troika/status").await.ok();
+    assert_eq!(status["hybrid"], serde_json::to_value(hybrid("degraded(memory, 80.0 %)")).expect("JSON"));
+    let health = world.get("/health").await.ok();
+    assert_eq!((&health["status"], &health["hybrid"]), (&json!("ok"), &json!("degraded(memory, 80.0 %)")));
+    // Wrong numbers are a matter for a person.
+    world.engine.set_hybrid(hybrid("quarantined(soft0: wrong)"));
+    let health = world.get("/health").await.ok();
+    assert_eq!((&health["status"], &health["reason"]), (&json!("degraded"), &json!("quarantined(soft0: wrong)")));
 }

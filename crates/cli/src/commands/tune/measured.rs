@@ -34,7 +34,7 @@ pub(super) fn tune(
     model_args.threads = args.threads;
     let model = model_args.open()?;
     let hybrid = HybridArgs::of(npu, geometry.tile, 0, &BTreeMap::new()).context("--npu")?;
-    let wish = hybrid.wish()?.expect("an engine is named");
+    let wish = hybrid.wish()?.engines()?;
     let cpu_alone = model_args.runner_options(NumericClass::Fast).cpu;
     let cpu = beside(cpu_alone, &wish);
     let calibration = Calibration { backend: &wish.backend, tile: geometry.tile, cpu, cpu_alone };

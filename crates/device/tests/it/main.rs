@@ -1,0 +1,4 @@
+//! Tests of devices from the outside.
+
+mod cache;
+mod ort;

@@ -1,0 +1,287 @@
+//! Attention with queries, rows and shares rounded ([`crate::int16`]): class `fast`.
+//!
+//! As in `f32`, each query is done alone in blocks of 60 rows counted from its first. Rows are rounded once for all queries,
+//! or for each query if many more are there than the queries see.
+
+use std::array;
+use std::ops::Range;
+
+use super::{BLOCK, CHANNELS, FEW, QUERIES, finish, scale, softmax, start};
+use crate::heads::{CHAIN, LANES, padded, panels};
+use crate::int16::{PAIRS, Query, Rounded, RoundedRows, Shares, add_weighted, pairs_of, products};
+use crate::parallel::{Disjoint, Serial, run_tasks};
+use crate::scratch::Scratch;
+use crate::{CpuLevel, Ctx, RowList};
+
+/// The rows that queries see.
+#[derive(Clone, Copy, Debug)]
+pub struct Rows<'a> {
+    /// `[n, d]`: the windows of all queries.
+    pub near: &'a [f32],
+    /// Rows of `d`.
+    pub far: RowList<'a>,
+}
+
+impl<'a> Rows<'a> {
+    fn near_len(&self) -> usize {
+        self.near.len() / self.far.width()
+    }
+
+    fn len(&self) -> usize {
+        self.near_len() + self.far.len()
+    }
+
+    fn row(&self, i: usize) -> &'a [f32] {
+        let d = self.far.width();
+        match i.checked_sub(self.near_len()) {
+            None => &self.near[i * d..(i + 1) * d],
+            Some(i) => self.far.row(i),
+        }
+    }
+}
+
+/// Which of the rows one query sees, in the order in which they are summed.
+#[derive(Clone, Debug)]
+pub struct Seen<'a> {
+    /// Of the near ones.
+    pub near: Range<usize>,
+    /// Of the far ones, after those.
+    pub far: Far<'a>,
+}
+
+/// Which far rows a query sees.
+#[derive(Clone, Copy, Debug)]
+pub enum Far<'a> {
+    /// So many, from the oldest on.
+    First(usize),
+    /// Those numbers, up to the first negative one.
+    Chosen(&'a [i32]),
+}
+
+impl Seen<'_> {
+    fn len(&self) -> usize {
+        self.near.len()
+            + match self.far {
+                Far::First(n) => n,
+                Far::Chosen(ids) => ids.iter().take_while(|&&id| id >= 0).count(),
+            }
+    }
+
+    /// The number of row `i` among all.
+    fn number(&self, rows: &Rows, i: usize) -> usize {
+        match i.checked_sub(self.near.len()) {
+            None => self.near.start + i,
+            Some(i) => {
+                rows.near_len()
+                    + match self.far {
+                        Far::First(_) => i,
+                        Far::Chosen(ids) => ids[i] as usize,
+                    }
+            }
+        }
+    }
+}
+
+/// As [`super::attend`], rounded.
+///
+/// - `q`    `[T, H·d]`, unscaled, rotated
+/// - `sink` `[H]`
+/// - `seen` the rows of query `t`
+/// - `out`  `[T, H·d]`, overwritten
+///
+/// Accuracy: each output within `max|rows| · (e^(2δ) - 1 + 1/4094 + 60/32766)` of what [`super::attend`] promises, where `δ` is
+/// the largest error of a score: the sum of `(max|row| / 4094 · Σ|q| + max|q| / 8190 · Σ|row|) / √d` over chains of 256
+/// channels, and a little more.
+///
+/// # Panics
+///
+/// If the lengths disagree with the shapes above, a chosen row does not exist, or this CPU lacks the level.
+pub fn attend_rounded<'a>(
+    ctx: Ctx,
+    q: &[f32],
+    sink: &[f32],
+    rows: &Rows,
+    seen: impl Fn(usize) -> Seen<'a> + Sync,
+    out: &mut [f32],
+) {
+    /// More rows than this for each query are rounded for each query, those alone that it sees.
+    const SHARED: usize = 64;
+    let d = rows.far.width();
+    let (heads, width) = (sink.len(), sink.len() * d);
+    assert!(width > 0 && q.len().is_multiple_of(width), "q must be [T, {heads} x {d}]");
+    assert_eq!(out.len(), q.len(), "out must be [T, {heads} x {d}]");
+    assert!(rows.near.len().is_multiple_of(d), "near rows must have {d} numbers");
+    let (count, threads) = (q.len() / width, ctx.par.threads());
+    if count < FEW * threads {
+        return (0..count).for_each(|t| {
+            let row = t * width..(t + 1) * width;
+            attend_divided(ctx, &q[row.clone()], sink, rows, &seen(t), &mut out[row]);
+        });
+    }
+    let shared = (rows.len() <= SHARED * count).then(|| Rounded::rows(ctx, d, rows.len(), |i| rows.row(i)));
+    let queries = QUERIES.min(count / (4 * threads)).max(1);
+    let out = Disjoint::new(out);
+    run_tasks(ctx, count.div_ceil(queries), |task| {
+        for t in task * queries..((task + 1) * queries).min(count) {
+            let range = t * width..(t + 1) * width;
+            // SAFETY: each task index is given out once, and tasks have different queries.
+            let out = unsafe { out.piece(range.clone()) };
+            let (q, seen) = (&q[range], seen(t));
+            let (n, number) = (seen.len(), |i: usize| seen.number(rows, i));
+            match &shared {
+                Some(all) => attend_query(ctx.level, d, q, sink, all.view(), n, number, out),
+                None => {
+                    let own = Rounded::rows(Ctx { par: &Serial, ..ctx }, d, n, |i| rows.row(number(i)));
+                    attend_query(ctx.level, d, q, sink, own.view(), n, |i| i, out);
+                }
+            }
+        }
+    });
+}
+
+/// Up to [`BLOCK`] rounded rows, one after another.
+struct Block<'a> {
+    all: RoundedRows<'a>,
+    numbers: [usize; BLOCK],
+    /// Places after the last hold another row.
+    rows: [&'a [u32]; BLOCK],
+    len: usize,
+}
+
+impl<'a> Block<'a> {
+    /// The rows `first..n`, or some of them, by their numbers among `all`.
+    fn new(all: RoundedRows<'a>, first: usize, n: usize, number: impl Fn(usize) -> usize) -> Self {
+        let len = BLOCK.min(n - first);
+        let numbers = array::from_fn(|i| number(if i < len { first + i } else { first }));
+        Self { all, numbers, rows: numbers.map(|number| all.row(number)), len }
+    }
+
+    fn rows(&self) -> &[&'a [u32]] {
+        &self.rows[..self.len]
+    }
+
+    /// A whole number of pairs.
+    fn row_pairs(&self) -> &[&'a [u32]] {
+        &self.rows[..self.len.next_multiple_of(2)]
+    }
+
+    fn scales(&self, chain: usize) -> [f32; BLOCK] {
+        self.numbers.map(|number| self.all.scale(number, chain))
+    }
+}
+
+/// One query, which sees `n` of `rows`, on the caller's thread.
+#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
+fn attend_query(
+    level: CpuLevel,
+    d: usize,
+    q: &[f32],
+    sink: &[f32],
+    rows: RoundedRows,
+    n: usize,
+    number: impl Fn(usize) -> usize,
+    out: &mut [f32],
+) {
+    let (heads, padded, stride) = (sink.len(), padded(sink.len()), 2 * pairs_of(d));
+    let query = Query::new(Ctx { level, par: &Serial }, d, q);
+    let mut state = Scratch::new(2 * padded);
+    let (max, sum) = state.split_at_mut(padded);
+    start(sink, max, sum);
+    let mut total = Scratch::new(heads * stride);
+    total.fill(0.0);
+    let mut shares = Shares::default();
+    for first in (0..n).step_by(BLOCK) {
+        let block = Block::new(rows, first, n, &number);
+        for (head, lanes) in panels(padded) {
+            let mut scores = [0.0; BLOCK * LANES];
+            let scores = &mut scores[..block.len * lanes];
+            for chain in 0..d.div_ceil(CHAIN) {
+                let scales = &block.scales(chain)[..block.len];
+                products(level, query.panel(head, lanes, chain), block.rows(), chain * PAIRS, scales, scores);
+            }
+            let mut fade = [0.0; LANES];
+            softmax(
+                level,
+                scores,
+                lanes,
+                scale(d),
+                &mut max[head..head + lanes],
+                &mut sum[head..head + lanes],
+                &mut fade,
+            );
+            let total = &mut total[head * stride..heads.min(head + lanes) * stride];
+            for chain in 0..d.div_ceil(CHAIN) {
+                let (pairs, scales) = (rows.chain(chain), &block.scales(chain)[..block.len]);
+                let total = &mut total[chain * CHAIN..];
+                add_weighted(level, scores, block.row_pairs(), pairs, scales, &fade, &mut shares, stride, total);
+            }
+        }
+    }
+    for ((out, total), sum) in out.chunks_exact_mut(d).zip(total.chunks_exact(stride)).zip(sum) {
+        let share = 1.0 / *sum;
+        out.iter_mut().zip(total).for_each(|(out, total)| *out = total * share);
+    }
+}
+
+/// One query on all threads: rows are divided for rounding and scores, channels for the sums.
+fn attend_divided(ctx: Ctx, q: &[f32], sink: &[f32], all: &Rows, seen: &Seen, out: &mut [f32]) {
+    let (heads, n, d, threads) = (sink.len(), seen.len(), all.far.width(), ctx.par.threads());
+    let (padded, stride, chains) = (padded(heads), 2 * pairs_of(d), d.div_ceil(CHAIN));
+    let query = Query::new(Ctx { par: &Serial, ..ctx }, d, q);
+
+    // `[panel][row][lane]`
+    let mut scores = Scratch::new(padded * n);
+    let pieces = Disjoint::new(&mut scores);
+    let rows = Rounded::rows_with(
+        ctx,
+        d,
+        n,
+        |i| all.row(seen.number(all, i)),
+        |first, rows| {
+            let block = Block::new(rows, 0, rows.len(), |i| i);
+            for (head, lanes) in panels(padded) {
+                let start = head * n + first * lanes;
+                // SAFETY: the callback comes once for every row; calls differ in their rows, panels do not overlap.
+                let scores = unsafe { pieces.piece(start..start + rows.len() * lanes) };
+                for chain in 0..chains {
+                    let scales = &block.scales(chain)[..block.len];
+                    products(ctx.level, query.panel(head, lanes, chain), block.rows(), chain * PAIRS, scales, scores);
+                }
+            }
+        },
+    );
+
+    let (count, panel) = (padded.div_ceil(LANES), |i: usize| (i * LANES, LANES.min(padded - i * LANES)));
+    let width = (CHAIN / threads.div_ceil(chains * count).next_power_of_two()).max(CHANNELS);
+    let parts = stride.div_ceil(width);
+    let out = Disjoint::new(out);
+    run_tasks(ctx, parts * count, |task| {
+        let (part, (head, lanes)) = (task % parts, panel(task / parts));
+        let channels = part * width..stride.min((part + 1) * width);
+        let (width, chain) = (channels.len(), channels.start / CHAIN);
+        let sink = &sink[head..heads.min(head + lanes)];
+        let (mut max, mut sum) = ([0.0; LANES], [0.0; LANES]);
+        let (max, sum) = (&mut max[..lanes], &mut sum[..lanes]);
+        start(sink, max, sum);
+        let mut total = Scratch::new(sink.len() * width);
+        total.fill(0.0);
+        let mut shares = Shares::default();
+        for first in (0..n).step_by(BLOCK) {
+            let block = Block::new(rows.view(), first, n, |i| i);
+            let mut p = [0.0; BLOCK * LANES];
+            let p = &mut p[..block.len * lanes];
+            p.copy_from_slice(&scores[head * n + first * lanes..][..block.len * lanes]);
+            let mut fade = [0.0; LANES];
+            softmax(ctx.level, p, lanes, scale(d), max, sum, &mut fade);
+            let (pairs, scales) = (channels.start / 2..channels.end / 2, &block.scales(chain)[..block.len]);
+            add_weighted(ctx.level, p, block.row_pairs(), pairs, scales, &fade, &mut shares, width, &mut total);
+        }
+        finish(sum, width, &mut total);
+        for (h, total) in total.chunks_exact(width).enumerate() {
+            let (first, end) = ((head + h) * d, channels.end.min(d));
+            // SAFETY: each task index is given out once; tasks differ in their heads or in their channels.
+            let out = unsafe { out.piece(first + channels.start..first + end) };
+            out.copy_from_slice(&total[..end - channels.start]);
+        }
+    });
+}
