@@ -121,7 +121,7 @@ impl SearchArgs {
             overlap: allows(Mode::Overlap),
             max_wavefront: if allows(Mode::Wavefront) { self.max_wavefront.into() } else { 1 },
             search_rounds: rounds,
-            verify_rounds: [rounds, rounds.max(9)],
+            verify_rounds: [rounds, 2 * rounds - 1],
             reference: None,
             max_estimate_s,
         })

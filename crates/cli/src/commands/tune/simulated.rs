@@ -196,11 +196,11 @@ pub(super) fn machine(profile: &str) -> Result<Machine> {
 mod tests {
     use super::*;
 
-    fn tuned(tiles: usize, split: bool, overlap: bool, max_wavefront: usize) -> TuningFile {
+    fn tuned(tiles: usize, with_splits: bool, overlap: bool, max_wavefront: usize) -> TuningFile {
         let options = Options {
             tile: 4096,
             tiles,
-            split,
+            split: with_splits,
             overlap,
             max_wavefront,
             search_rounds: 3,
