@@ -88,8 +88,11 @@ pub fn choose_engines(
 
 /// Tiles of a prompt in the running model: enough for chunks to meet.
 const TILES: usize = 3;
-/// Prompts with engines off and on, in turn. The faster of each counts: what disturbs only ever slows.
+/// Prompts with engines off and on, in turn; more of a model whose tile takes less than [`LONG_MS`]. The fastest of each
+/// counts: what disturbs only ever slows.
 const ROUNDS: usize = 2;
+const SHORT_ROUNDS: usize = 9;
+const LONG_MS: f64 = 300.0;
 
 /// Runs the first layers, of each kind one at least, with the engines off and on.
 fn run_model(
@@ -119,10 +122,11 @@ fn run_model(
     runner.keep_spans(true);
     let mut pass = |priority, tiles, depth| prompt(&mut runner, table.tile, priority, tiles, depth);
     let off = Priority::Decode;
-    pass(off, 1, 1).map_err(failed)?;
+    let warm_up = pass(off, 1, 1).map_err(failed)?;
     pass(Priority::Prefill, 1, 1).map_err(failed)?;
+    let rounds = if warm_up.tile_ms < LONG_MS { SHORT_ROUNDS } else { ROUNDS };
     let mut best: [Option<Seen>; 2] = [None, None];
-    for _ in 0..ROUNDS {
+    for _ in 0..rounds {
         let seen =
             [pass(off, 1, 1).map_err(failed)?, pass(Priority::Prefill, TILES, choice.wavefront).map_err(failed)?];
         for (best, seen) in best.iter_mut().zip(seen) {
