@@ -275,7 +275,7 @@ impl<'a> Tuner<'a> {
         Ok(Self { rig, options, tell, estimate, kinds, steps: Vec::new(), void: BTreeSet::new(), num_samples: 0 })
     }
 
-    pub(super) fn progress(&mut self, step: String, done: usize, of: usize) {
+    pub(super) fn progress(&mut self, step: &str, done: usize, of: usize) {
         (self.tell)(&Progress { step: format!("{}{step}", self.estimate), done, of });
     }
 
@@ -294,7 +294,7 @@ impl<'a> Tuner<'a> {
     fn estimate(&mut self) -> Result<(), BenchError> {
         let pass =
             Pass { arms: vec![Arm::Stock, Arm::Matched], prompts: vec![self.aligned()], reversed: false, fresh: false };
-        self.progress("how long a sample takes".to_owned(), 0, 1);
+        self.progress("how long a sample takes", 0, 1);
         let samples = self.rig.pass(&pass)?;
         let mean = |of: fn(&Sample) -> f64| samples.iter().flatten().map(of).sum::<f64>() / 2.0;
         let (load_s, measure_s) = (mean(|s| s.load_s), mean(|s| s.measure_s));
@@ -321,7 +321,7 @@ impl<'a> Tuner<'a> {
         let rounds = self.options.search_rounds.max(MIN_SAMPLES);
         let mut base_tps = Vec::new();
         for round in 0..rounds {
-            self.progress(format!("{what}: {} variants", arms.len()), round, rounds);
+            self.progress(&format!("{what}: {} variants", arms.len()), round, rounds);
             let left: Vec<usize> = (1..arms.len()).filter(|index| measured[*index].void.is_none()).collect();
             let pairs = left.chunks(2).flat_map(|pair| pair.iter().copied().chain([0]));
             let order: Vec<usize> = [0].into_iter().chain(pairs).collect();

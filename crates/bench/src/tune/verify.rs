@@ -58,7 +58,7 @@ impl Tuner<'_> {
         for candidate in found {
             let mut candidate = candidate.clone();
             for (name, placement) in candidate.kinds.clone() {
-                self.progress(format!("numeric gate: {name}"), 0, 1);
+                self.progress(&format!("numeric gate: {name}"), 0, 1);
                 let gate = self.rig.gate(&Candidate::off().with(&name, placement))?;
                 let kind = self.kinds.iter_mut().find(|kind| kind.facts.name == name);
                 let kind = kind.expect("candidates are made of kinds");
@@ -74,7 +74,7 @@ impl Tuner<'_> {
             if candidate.kinds.is_empty() || entries.iter().any(|e| e.arm == Arm::Candidate(candidate.clone())) {
                 continue;
             }
-            self.progress("numeric gate: the whole plan".to_owned(), 0, 1);
+            self.progress("numeric gate: the whole plan", 0, 1);
             let gate = self.rig.gate(&candidate)?;
             let name = if candidate.wavefront > 1 { "found, chunks overlapping" } else { "found" };
             entries.push(Entry::of(name, Arm::Candidate(candidate), Some(gate)));
@@ -109,7 +109,7 @@ impl Tuner<'_> {
             if round >= least.max(MIN_SAMPLES) && found().all(|entry| (0..2).all(|prompt| is_precise(entry, prompt))) {
                 break;
             }
-            self.progress(format!("verifying {} variants in fresh processes", entries.len()), round, most);
+            self.progress(&format!("verifying {} variants in fresh processes", entries.len()), round, most);
             let arms = entries.iter().map(|entry| entry.arm.clone()).collect();
             let pass = Pass { arms, prompts: self.prompts(), reversed: round % 2 == 1, fresh: true };
             for (entry, samples) in entries.iter_mut().zip(self.rig.pass(&pass)?) {

@@ -158,7 +158,7 @@ fn simulate(args: &Args, profile: &str, tell: &mut dyn FnMut(&Progress)) -> Resu
     let machine = simulated::machine(profile)?;
     let reference = PlanSpec::named(&args.reference)?;
     let options = args.search.options(reference.tile, None)?;
-    simulated::tune(machine, reference, &args.reference, options, tell)
+    simulated::tune(machine, reference, &args.reference, &options, tell)
 }
 
 fn finish(file: &TuningFile, output: &OutputArgs) -> Result<ExitCode> {

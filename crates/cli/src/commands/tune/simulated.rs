@@ -19,7 +19,7 @@ pub(super) fn tune(
     machine: Machine,
     reference: PlanSpec,
     name: &str,
-    options: Options,
+    options: &Options,
     tell: &mut dyn FnMut(&Progress),
 ) -> Result<TuningFile> {
     let profile = machine.profile();
@@ -36,7 +36,7 @@ pub(super) fn tune(
     let kinds = Candidate { kinds: placed.collect(), ..Candidate::off() };
     let reference_of = Reference { name: name.to_owned(), kinds };
     let mut rig = Simulated::new(machine, reference)?;
-    let outcome = search(&mut rig, &Options { reference: Some(reference_of), ..options }, tell)?;
+    let outcome = search(&mut rig, &Options { reference: Some(reference_of), ..options.clone() }, tell)?;
     Ok(TuningFile::new(Source::Prediction, super::now_unix_s(), subject, key, &npu, outcome))
 }
 
@@ -211,7 +211,7 @@ mod tests {
         let published = PlanSpec::named("published-2026-08").expect("it comes along");
         let with_cpu = published.with(Projection::Query, split(0.5, 0.125));
         let machine = machine("m3-ultra-512").expect("it comes along");
-        tune(machine, with_cpu, "published-2026-08", options, &mut |_| {}).expect("it answers")
+        tune(machine, with_cpu, "published-2026-08", &options, &mut |_| {}).expect("it answers")
     }
 
     /// Predicted tokens per second on whole tiles.
