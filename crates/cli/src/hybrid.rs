@@ -235,14 +235,13 @@ impl NpuSpec {
 struct PlaceSpec(Kind, Placement);
 
 /// Kinds of projections, by the names that they have on the command line.
-const KINDS: [(&str, Kind); 9] = [
+const KINDS: [(&str, Kind); 8] = [
     ("wq_a", Kind::WqA),
     ("wq_b", Kind::WqB),
     ("wkv", Kind::Wkv),
     ("wo_a", Kind::WoA),
     ("wo_b", Kind::WoB),
     ("compressor", Kind::CsaCompressor),
-    ("indexer_wq_b", Kind::IndexerWqB),
     ("indexer_compressor", Kind::IndexerCompressor),
     ("shared", Kind::SharedExpert),
 ];

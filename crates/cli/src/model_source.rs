@@ -136,6 +136,12 @@ impl OpenModel {
         Ok(Self { name, config: checkpoint.config().clone(), facts: weights.facts(), checkpoint, weights, files })
     }
 
+    /// The model with a prompt, for simulated devices that compute it too.
+    pub(crate) fn small<'a>(&'a self, tokens: &'a [u32]) -> troika_hwsim::Small<'a> {
+        let (config, facts) = (self.config.model.clone(), self.facts.clone());
+        troika_hwsim::Small { config, facts, weights: &self.weights, tokens }
+    }
+
     /// Loads the weights onto the devices.
     pub(crate) fn runner(&self, options: RunnerOptions) -> Result<Runner> {
         let spinner = progress::spinner(format!("loading {}", self.name));

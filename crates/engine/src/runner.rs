@@ -767,7 +767,6 @@ fn start_executor(
     let (tile, digest, projections) = (plan.tile(), plan.digest().to_owned(), plan.projections().len());
     let mut executor = Executor::new(std::iter::once(primary).chain(engines).collect(), plan);
     executor.set_banks(banks);
-    executor.set_repeatable(backend.limits().repeatable);
     let EngineBytes { weights, banks, surfaces } = executor.engine_bytes();
     match unavailable {
         Some(reason) => {

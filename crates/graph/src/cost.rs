@@ -7,7 +7,7 @@ use std::ops::AddAssign;
 
 use crate::op::{AttentionPattern, Kind, Op};
 use crate::step::{Node, Segment, StepGraph};
-use crate::weights::WeightRef;
+use crate::weights::{Role, WeightRef};
 
 /// Cost of a node or of many.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -50,11 +50,40 @@ pub struct Costs {
 pub fn costs(graph: &StepGraph, segments: &[Segment], weight_bytes: &dyn Fn(&WeightRef) -> u64) -> Costs {
     let mut costs = Costs::default();
     for node in graph.nodes() {
-        let cost = node_cost(graph, node, segments, weight_bytes);
-        *costs.by_kind.entry(node.kind).or_default() += cost;
+        let mut cost = node_cost(graph, node, segments, weight_bytes);
         costs.total += cost;
+        // What is stacked with another kind's weight counts as its own.
+        for weight in stacked(node) {
+            let part = product(&weight, graph.value(node.inputs[0]).rows, weight_bytes);
+            *costs.by_kind.entry(Kind::of_projection(weight.key.role)).or_default() += part;
+            cost.flops -= part.flops;
+            cost.weight_bytes -= part.weight_bytes;
+            cost.activation_bytes -= part.activation_bytes;
+        }
+        *costs.by_kind.entry(node.kind).or_default() += cost;
     }
     costs
+}
+
+/// Weights of a query stack that belong to the indexer.
+fn stacked(node: &Node) -> Vec<WeightRef> {
+    match &node.op {
+        Op::Linear { weights } if node.kind == Kind::WqB => {
+            weights.iter().filter(|weight| weight.key.role == Role::IndexerWqB).copied().collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// One more product with an input that is read anyway.
+fn product(weight: &WeightRef, rows: usize, weight_bytes: &dyn Fn(&WeightRef) -> u64) -> Cost {
+    Cost {
+        nodes: 0,
+        flops: 2.0 * (rows * weight.rows * weight.cols) as f64,
+        weight_bytes: weight_bytes(weight) as f64,
+        activation_bytes: (rows * weight.rows * 4) as f64,
+        state_bytes: 0.0,
+    }
 }
 
 /// Costs of one node of `graph`; see [`costs`].

@@ -290,12 +290,10 @@ impl Kind {
         }
     }
 
-    /// Kinds of projections that neural engines may take part in.
-    pub fn projections() -> [Self; 10] {
-        use Kind::{
-            CsaCompressor, HcaCompressor, IndexerCompressor, IndexerWqB, SharedExpert, Wkv, WoA, WoB, WqA, WqB,
-        };
-        [WqA, WqB, Wkv, WoA, WoB, CsaCompressor, HcaCompressor, IndexerWqB, IndexerCompressor, SharedExpert]
+    /// Kinds of projections that neural engines may take part in. The indexer's queries are stacked with `wq_b`.
+    pub fn projections() -> [Self; 9] {
+        use Kind::{CsaCompressor, HcaCompressor, IndexerCompressor, SharedExpert, Wkv, WoA, WoB, WqA, WqB};
+        [WqA, WqB, Wkv, WoA, WoB, CsaCompressor, HcaCompressor, IndexerCompressor, SharedExpert]
     }
 
     /// The kind of the projection with this weight.

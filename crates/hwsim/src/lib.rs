@@ -35,7 +35,7 @@ mod world;
 
 pub use faults::Faults;
 pub use form::Projection;
-pub use machine::{Arm, Machine, Run, STOCK_BLOCK, STOCK_STEP};
+pub use machine::{Arm, Computed, Machine, Run, STOCK_BLOCK, STOCK_STEP, Small};
 pub use plan::{LeftOut, Placement, PlanSpec};
 pub use prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind};
 pub use profile::{Basis, Checkpoint, Profile, ProjectionCost};
@@ -66,6 +66,9 @@ pub enum SimError {
     /// A plot that cannot be drawn.
     #[error("plot: {0}")]
     Plot(String),
+    /// The device that computes cannot take the model.
+    #[error(transparent)]
+    Device(#[from] troika_device::DeviceError),
     /// A step failed.
     #[error(transparent)]
     Executor(#[from] troika_runtime::ExecutorError),

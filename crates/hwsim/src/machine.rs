@@ -5,8 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use troika_base::{NumericClass, RequestId, SequenceId};
-use troika_device::{SequenceState, StateShape};
-use troika_graph::{Acceptance, Op, Segment, StepGraph, StepRows};
+use troika_device::cpu::{CpuDevice, CpuOptions};
+use troika_device::state::{LayerShape, PoolShape};
+use troika_device::{Device, SequenceState, StateShape};
+use troika_graph::op::Compressor;
+use troika_graph::{Acceptance, Op, Scope, Segment, StatePart, StepGraph, StepRows, WeightRef, WeightSource};
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::plan::Lane as StepLane;
 use troika_runtime::{DeviceId, Executor, Plan, Priority, Step, Template};
@@ -15,6 +18,7 @@ use troika_scheduler::{
 };
 
 use crate::SimError;
+use crate::arithmetic::Arithmetic;
 use crate::faults::Faults;
 use crate::form::{Projection, chain, regroup};
 use crate::plan::{Built, LeftOut, Placement, PlanSpec, Shapes, build, pack_shapes};
@@ -114,6 +118,22 @@ impl Run {
             faults: Faults::default(),
         }
     }
+}
+
+/// A model of the family that is small enough to be computed while time is simulated, and a prompt for it.
+pub struct Small<'a> {
+    pub config: ModelConfig,
+    pub facts: ModelFacts,
+    pub weights: &'a dyn WeightSource,
+    pub tokens: &'a [u32],
+}
+
+/// A simulated run and what it computed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Computed {
+    pub prediction: Prediction,
+    /// After the last token of the prompt, of the small model; nothing about them is simulated.
+    pub logits: Vec<f32>,
 }
 
 /// Width of a step and tokens of a block unless somebody says otherwise (hybrid spec, 12.1: arm A).
@@ -277,6 +297,47 @@ impl Machine {
     ///
     /// If the run makes no sense on this machine, or the profile lacks an operation.
     pub fn prefill(&self, run: &Run) -> Result<Prediction, SimError> {
+        if run.faults.corrupt {
+            return Err(SimError::Run("no weights, no numbers: nothing to corrupt".to_owned()));
+        }
+        Ok(self.simulate(run, None)?.0)
+    }
+
+    /// Simulates one prompt and computes it too, with other prices for none of its operations: a layer of the small model costs
+    /// what a layer of the profile's model does.
+    ///
+    /// # Errors
+    ///
+    /// If the run makes no sense on this machine, or a device cannot take the weights.
+    pub fn compute(&self, run: &Run, small: &Small<'_>) -> Result<Computed, SimError> {
+        let refuse = |reason: &str| Err(SimError::Run(reason.to_owned()));
+        if run.concurrency != 1 || run.prompt_tokens != small.tokens.len() {
+            return refuse("one prompt is computed, of as many tokens as there are");
+        }
+        if run.plan.cuts_shared() {
+            return refuse("a shared expert in two parts (mlp, mlp_down) cannot be computed; shared can");
+        }
+        let vocab = small.config.vocab_size;
+        if let Some(token) = small.tokens.iter().find(|token| **token as usize >= vocab) {
+            return Err(SimError::Run(format!("token {token} is not in the vocabulary of {vocab}")));
+        }
+        let emitter = Emitter::new(small.config.clone(), small.facts.clone());
+        let machine = Self {
+            graph: GraphSource::Emitter(Box::new(emitter)),
+            graphs: Graphs::default(),
+            ..self.with_profile(self.profile.clone())
+        };
+        let cpu = CpuDevice::start(CpuOptions { threads: 1, ..CpuOptions::default() }, NumericClass::Fast)?;
+        cpu.load(small.weights)?;
+        let (prediction, logits) = machine.simulate(run, Some((small, &Arc::new(cpu))))?;
+        Ok(Computed { prediction, logits })
+    }
+
+    fn simulate(
+        &self,
+        run: &Run,
+        compute: Option<(&Small<'_>, &Arc<CpuDevice>)>,
+    ) -> Result<(Prediction, Vec<f32>), SimError> {
         self.check(run)?;
         let is_hybrid = run.arm == Arm::Hybrid;
         let cut_shared = is_hybrid && run.plan.cuts_shared();
@@ -285,9 +346,20 @@ impl Machine {
         let Built { plan, left_out } = match (is_hybrid, run.faults.load_error) {
             (true, None) => {
                 let graph = self.graph(run.plan.tile, cut_shared);
-                let source = Shapes::of(&graph, self.checkpoint.formats);
-                let threshold = self.tail_threshold(run)?;
-                build(&graph, &spec, threshold, &self.profile, &source, &run.faults, &mut pack_shapes())
+                let (threshold, faults) = (self.tail_threshold(run)?, &run.faults);
+                match compute {
+                    None => {
+                        let source = Shapes::of(&graph, self.checkpoint.formats);
+                        build(&graph, &spec, threshold, &self.profile, &source, faults, false, &mut pack_shapes())
+                    }
+                    Some((small, cpu)) => {
+                        let mut pack = |weight: &WeightRef| {
+                            let tensor = small.weights.tensor(weight.key).expect("an eligible weight is there");
+                            Arc::new(cpu.pack_channels(&tensor))
+                        };
+                        build(&graph, &spec, threshold, &self.profile, small.weights, faults, true, &mut pack)
+                    }
+                }
             }
             (true, Some(code)) => {
                 let reason = format!("load: code {code}");
@@ -302,7 +374,8 @@ impl Machine {
             unavailable = Some(left_out.first().map_or("nothing is placed".to_owned(), |left| left.reason.clone()));
         }
         let geometry = self.geometry(run);
-        let world = World::new(&self.profile, &self.checkpoint, &run.faults, run.plan.blocking, None);
+        let arithmetic = compute.map(|(_, cpu)| Arithmetic(Arc::clone(cpu)));
+        let world = World::new(&self.profile, &self.checkpoint, &run.faults, run.plan.blocking, arithmetic);
         let clock = {
             let world = Arc::clone(&world);
             Arc::new(move || world.now())
@@ -324,9 +397,13 @@ impl Machine {
             templates: BTreeMap::new(),
             widths: BTreeMap::new(),
             narrowed_by: BTreeMap::new(),
+            tokens: compute.map(|(small, _)| small.tokens),
+            states: Vec::new(),
         };
         session.compute_prompts(geometry)?;
-        Ok(session.prediction(geometry, spec, left_out))
+        let prediction = session.prediction(geometry, spec, left_out);
+        let logits = if compute.is_some() { session.last_token()? } else { Vec::new() };
+        Ok((prediction, logits))
     }
 
     fn check(&self, run: &Run) -> Result<(), SimError> {
@@ -352,9 +429,6 @@ impl Machine {
         if !(0.0..1.0).contains(&run.faults.jitter) {
             return refuse(format!("times vary by less than all of them, not by {}", run.faults.jitter));
         }
-        if run.faults.corrupt {
-            return refuse("no weights, no numbers: nothing to corrupt".to_owned());
-        }
         run.plan.check(&self.profile)
     }
 
@@ -364,7 +438,7 @@ impl Machine {
             step: run.step,
             honour_step: run.honour_step,
             block: run.block,
-            cache: false,
+            cache: true,
             snapshot_spacing: run.plan.tile,
         };
         Geometry::resolve(&request, |_| true)
@@ -387,6 +461,10 @@ struct Session<'a> {
     templates: BTreeMap<usize, Arc<Template>>,
     widths: BTreeMap<usize, u64>,
     narrowed_by: BTreeMap<&'static str, u64>,
+    /// Of the prompt, if it is computed.
+    tokens: Option<&'a [u32]>,
+    /// One per prompt.
+    states: Vec<Arc<SequenceState>>,
 }
 
 impl Session<'_> {
@@ -414,8 +492,12 @@ impl Session<'_> {
         for id in scheduler.admit() {
             scheduler.attached(id, 0);
         }
-        let shape = StateShape::default();
-        let states: Vec<Arc<SequenceState>> = ids().map(|_| Arc::new(SequenceState::new(&shape))).collect();
+        // Rows that nobody computes are kept nowhere.
+        let shape = match self.tokens {
+            Some(_) => state_shape(&self.machine.graph(run.plan.tile, self.cut_shared)),
+            None => StateShape::default(),
+        };
+        self.states = ids().map(|_| Arc::new(SequenceState::new(&shape))).collect();
         // Of each planned step: model calls that are not done, and when the first began.
         let mut planned: BTreeMap<u64, (usize, u64)> = BTreeMap::new();
         let mut waiting: VecDeque<(u64, Vec<Part>)> = VecDeque::new();
@@ -440,7 +522,7 @@ impl Session<'_> {
             while self.executor.num_in_flight() < run.wavefront
                 && let Some((number, parts)) = waiting.pop_front()
             {
-                let step = self.step(&parts, &states)?;
+                let step = self.step(&parts)?;
                 calls.insert(self.executor.submit(step)?, number);
             }
             if calls.is_empty() {
@@ -449,6 +531,11 @@ impl Session<'_> {
             let finished = self.executor.next_done()?;
             let number = calls.remove(&finished.ticket).expect("every call is noted");
             let longest_us = finished.ledger.device_total(DeviceId::PRIMARY).longest_ns / 1000;
+            if self.tokens.is_some() {
+                finished.run.states().iter().zip(&finished.run.rows().segments).for_each(|(state, segment)| {
+                    state.commit(segment.rows);
+                });
+            }
             self.executor.recycle(finished.run);
             let (left, start_ns) = planned.get_mut(&number).expect("every step is noted");
             *left -= 1;
@@ -466,11 +553,16 @@ impl Session<'_> {
         }
     }
 
-    fn step(&mut self, parts: &[Part], states: &[Arc<SequenceState>]) -> Result<Step, SimError> {
+    fn step(&mut self, parts: &[Part]) -> Result<Step, SimError> {
         let mut rows = StepRows::default();
         for Part { request, chunk } in parts {
             let (row, sequence) = (rows.tokens.len(), SequenceId(request.0));
-            rows.tokens.resize(row + chunk.width, 0);
+            match self.tokens {
+                Some(tokens) => {
+                    rows.tokens.extend(tokens[chunk.start..chunk.start + chunk.width].iter().map(|id| *id as i32));
+                }
+                None => rows.tokens.resize(row + chunk.width, 0),
+            }
             let acceptance = Acceptance::Whole;
             rows.segments.push(Segment { sequence, row, rows: chunk.width, position: chunk.start, acceptance });
         }
@@ -486,12 +578,34 @@ impl Session<'_> {
                 template
             }
         };
-        let states = parts.iter().map(|part| Arc::clone(&states[part.request.0 as usize])).collect();
+        let states = parts.iter().map(|part| Arc::clone(&self.states[part.request.0 as usize])).collect();
         Ok(Step { template, rows, states, priority: Priority::Prefill })
     }
 
-    fn prediction(self, geometry: Geometry, spec: PlanSpec, left_out: Vec<LeftOut>) -> Prediction {
-        let Self { machine, run, world, executor, widths, narrowed_by, .. } = self;
+    /// Logits after the prompt's last token, computed as a decode step is: on the primary device, in its own arithmetic.
+    fn last_token(&mut self) -> Result<Vec<f32>, SimError> {
+        let (Some(tokens), GraphSource::Emitter(emitter)) = (self.tokens, &self.machine.graph) else {
+            unreachable!("only models with a graph are computed")
+        };
+        let (class, debug_blocks) = (NumericClass::Fast, None);
+        let signature =
+            StepSignature { rows: 1, logit_rows: 1, select: true, class, draft_context: false, debug_blocks };
+        let graph = regroup(&emitter.trunk(&signature), self.cut_shared);
+        let logits = graph.tap(Scope::Model, "logits").expect("a step with logit rows taps them");
+        let template = self.executor.template(graph, StepLane::Decode);
+        self.world.price(template.graph())?;
+        let position = tokens.len() - 1;
+        let (sequence, acceptance) = (SequenceId(0), Acceptance::Whole);
+        let segments = vec![Segment { sequence, row: 0, rows: 1, position, acceptance }];
+        let rows = StepRows { tokens: vec![tokens[position] as i32], segments, logit_rows: vec![0] };
+        let states = self.states.clone();
+        self.executor.submit(Step { template, rows, states, priority: Priority::Decode })?;
+        Ok(self.executor.next_done()?.run.copy_f32(logits))
+    }
+
+    fn prediction(&mut self, geometry: Geometry, spec: PlanSpec, left_out: Vec<LeftOut>) -> Prediction {
+        let (machine, run, world, executor) = (self.machine, self.run, self.world, &self.executor);
+        let (widths, narrowed_by) = (std::mem::take(&mut self.widths), std::mem::take(&mut self.narrowed_by));
         let Usage { busy_ms, by_operation } = world.usage();
         let total_ms = world.now_ns() as f64 / 1e6;
         let operations = executor.totals().total_operations();
@@ -504,6 +618,7 @@ impl Session<'_> {
         let instances = machine.profile.engines.instances;
         let operation_records = by_operation.iter().map(|(operation, usage)| OperationRecord {
             operation,
+            basis: machine.profile.basis(operation).expect("what was charged has a price"),
             primary_ms: Predicted(usage.device_ms[0]),
             engines_ms: Predicted(usage.device_ms[1..=instances].iter().sum()),
             cpu_ms: Predicted(usage.device_ms[1 + instances..].iter().sum()),
@@ -537,4 +652,29 @@ impl Session<'_> {
             left_out,
         }
     }
+}
+
+/// What the steps of a graph keep of a sequence.
+fn state_shape(graph: &StepGraph) -> StateShape {
+    let mut shape = StateShape::default();
+    let empty = LayerShape { head_dim: 0, window: 0, compressed: None, index: None };
+    for node in graph.nodes() {
+        match &node.op {
+            Op::Attend { attention } => {
+                let layer = shape.layers.entry(node.scope).or_insert(empty);
+                (layer.head_dim, layer.window) = (attention.head_dim, attention.window);
+            }
+            Op::Compress { compressor } => {
+                let Compressor { ratio, dim, overlap, .. } = *compressor;
+                let pool = Some(PoolShape { ratio, dim, overlap });
+                let layer = shape.layers.entry(node.scope).or_insert(empty);
+                match node.state[0].part {
+                    StatePart::Index => layer.index = pool,
+                    _ => layer.compressed = pool,
+                }
+            }
+            _ => {}
+        }
+    }
+    shape
 }

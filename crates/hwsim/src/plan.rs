@@ -272,7 +272,9 @@ pub(crate) fn pack_shapes() -> impl FnMut(&WeightRef) -> Arc<ChannelWeights> {
     }
 }
 
-/// Cuts the operations of `graph` as `spec` says.
+/// Cuts the operations of `graph` as `spec` says. If they are to be computed, members of a stack that are too narrow to be cut
+/// keep all of it on the primary device: a procedure has an output for each.
+#[expect(clippy::too_many_arguments, reason = "each is another thing, and there are two callers")]
 pub(crate) fn build(
     graph: &StepGraph,
     spec: &PlanSpec,
@@ -280,10 +282,11 @@ pub(crate) fn build(
     profile: &Profile,
     source: &dyn WeightSource,
     faults: &Faults,
+    computes: bool,
     pack: &mut Pack<'_>,
 ) -> Built {
     let limits = profile.limits();
-    let cutter = Cutter { graph, spec, profile, faults };
+    let cutter = Cutter { graph, spec, profile, faults, computes };
     let kinds: BTreeMap<WeightKey, Projection> =
         graph.nodes().iter().filter_map(|node| projection_key(&node.op).zip(Projection::of(node))).collect();
     let mut projections = BTreeMap::new();
@@ -342,6 +345,7 @@ struct Cutter<'a> {
     spec: &'a PlanSpec,
     profile: &'a Profile,
     faults: &'a Faults,
+    computes: bool,
 }
 
 struct Cut {
@@ -387,7 +391,8 @@ impl Cutter<'_> {
         }
         let cuts: Vec<Option<Channels>> =
             candidate.weights.iter().map(|weight| self.partition(weight.rows / candidate.groups, placement)).collect();
-        if cuts.iter().all(Option::is_none) {
+        let num_uncut = cuts.iter().filter(|cut| cut.is_none()).count();
+        if num_uncut == cuts.len() || (self.computes && num_uncut > 0) {
             return Err(self.too_few(placement));
         }
         // Members of a stack that are too narrow to be cut stay with the primary device.

@@ -8,6 +8,7 @@ use serde::{Serialize, Serializer};
 use crate::faults::Faults;
 use crate::machine::Arm;
 use crate::plan::{LeftOut, PlanSpec};
+use crate::profile::Basis;
 
 /// A number that nobody has measured.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
@@ -95,6 +96,8 @@ pub struct DeviceUse {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OperationRecord {
     pub operation: &'static str,
+    /// Where its price comes from.
+    pub basis: Basis,
     pub primary_ms: Predicted<f64>,
     /// All instances together.
     pub engines_ms: Predicted<f64>,

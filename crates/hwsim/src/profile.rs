@@ -2,6 +2,7 @@
 //! described in docs/simulator.md.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use troika_device::npu::Limits;
@@ -179,6 +180,16 @@ pub enum Formats {
     Affine4,
 }
 
+impl fmt::Display for Basis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Measured => "measured",
+            Self::Fitted => "fitted",
+            Self::Assumed => "assumed",
+        })
+    }
+}
+
 impl Profile {
     /// Names of the profiles that come along.
     pub fn names() -> Vec<&'static str> {
@@ -289,6 +300,12 @@ impl Profile {
 
     pub(crate) fn operation(&self, name: &str) -> Result<&OperationCost, SimError> {
         self.operations.iter().find(|cost| cost.name == name).ok_or_else(|| self.unpriced(name))
+    }
+
+    /// Where the price of an operation comes from, by its name in records.
+    pub(crate) fn basis(&self, name: &str) -> Option<Basis> {
+        let projection = self.projections.iter().find(|cost| cost.name.name() == name).map(|cost| cost.basis);
+        projection.or_else(|| self.operations.iter().find(|cost| cost.name == name).map(|cost| cost.basis))
     }
 
     fn unpriced(&self, operation: &str) -> SimError {

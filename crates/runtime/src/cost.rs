@@ -310,8 +310,9 @@ pub fn calibrate(
         progress(done, projections.len());
         let mut measured = Operation::new(graph, source, bench, projection)?;
         let cost = measured.cost(*layers)?;
-        // How the primary device scales is told by what takes it longest.
-        if let Some((procedure, part)) = measured.sample_part()
+        // How the primary device scales is told by what takes it longest; with the same threads it is the same device.
+        if bench.primary.capabilities().threads != bench.alone.capabilities().threads
+            && let Some((procedure, part)) = measured.sample_part()
             && largest.as_ref().is_none_or(|(ms, _)| part.ms > *ms)
         {
             let alone = measured.sample(|operation| operation.time(&[], Some((bench.alone, &procedure))))?;

@@ -171,11 +171,11 @@ impl Executor {
             devices,
             feature: Feature::new(&plan),
             weight_bytes: banks::weight_bytes(&plan),
+            checks: Checks::new(plan.repeats_rows()),
             plan,
             latched: BTreeMap::new(),
             banks: Vec::new(),
             shed: BTreeSet::new(),
-            checks: Checks::default(),
             quarantine: None,
             quarantine_is_news: false,
             next_short_because: None,
@@ -226,11 +226,6 @@ impl Executor {
         self.feature.narrowed(rule);
         // The reasons are in the order of their weight: of several chunks the weightiest counts.
         self.next_short_because = [self.next_short_because, because].into_iter().flatten().min();
-    }
-
-    /// Whether engines give the bits of their procedures, or only numbers near them; they are checked now and then.
-    pub fn set_repeatable(&mut self, repeatable: bool) {
-        self.checks.repeatable = repeatable;
     }
 
     /// Checks one in so many parts of engines.

@@ -96,7 +96,11 @@ fn expectation(choice: &Choice, tail_threshold: usize) -> String {
         0 => "remainders go to the CPU".to_owned(),
         threshold => format!("remainders of at least {threshold} tokens fill up a tile"),
     };
-    let verdict = if choice.pays() { "engines make it shorter" } else { "engines do not make it shorter" };
+    let verdict = match choice.pays() {
+        true => "engines make it shorter",
+        false if choice.placements().is_empty() => "engines do not make it shorter, whatever they do",
+        false => "engines do not make it shorter",
+    };
     let Choice { hybrid_ms, primary_busy_ms, engines_busy_ms, alone_ms, primary_ms, ideal_ms, wavefront, .. } = choice;
     text += &format!(
         "\npredicted of a whole tile, {wavefront} in flight: {hybrid_ms:.1} ms with engines, {alone_ms:.1} ms on the CPU \

@@ -6,12 +6,14 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
+use troika_base::NumericClass;
 use troika_hwsim::{
     Arm, Axis, Faults, Machine, Placement, PlanSpec, Prediction, Profile, Projection, Run, STOCK_BLOCK, STOCK_STEP,
     Sweep,
 };
 
-use crate::report;
+use crate::model_source::ModelArgs;
+use crate::{builtin, report};
 
 /// Predict the prefill rate of a machine that is not here, by simulating its devices.
 ///
@@ -66,9 +68,13 @@ pub(crate) struct Args {
     #[arg(long)]
     packed: bool,
     /// What goes wrong: compile-limit=BYTES, bank-limit=BYTES, load-error=CODE, failing-dispatch=N, slow-instance=N:FACTOR,
-    /// missing-cpu-symbol, jitter=FRACTION, seed=N.
+    /// missing-cpu-symbol, jitter=FRACTION, seed=N, and with --compute corrupt.
     #[arg(long, value_name = "FAULT", value_delimiter = ',')]
     fault: Vec<String>,
+    /// Also compute the prompt, of arbitrary tokens, with the weights in this folder (`nano`: the model that comes along), and
+    /// compare the outcome with what the primary device computes alone. Times are those of the profile's model, layer by layer.
+    #[arg(long, value_name = "DIR", conflicts_with = "what_if")]
+    compute: Option<PathBuf>,
     /// Vary a setting, or two: step, tile, block, wavefront, concurrency, engine-rate, sync-ms, an operation (the fraction on
     /// engines, 0 = off, 1 = whole) or OPERATION.cpu. VALUES are V,V,... or FIRST..LAST/STEPS. The second setting makes lines.
     #[arg(long, value_name = "SETTING=VALUES", num_args = 1)]
@@ -103,6 +109,23 @@ fn place(text: &str) -> Result<(Projection, Placement), String> {
     Ok((projection.parse()?, placement.parse()?))
 }
 
+/// What simulated devices computed, against the primary device alone.
+#[derive(Serialize)]
+struct Check {
+    model: String,
+    /// In the plan's arithmetic, by the primary device alone.
+    same_bits: bool,
+    /// In class `fast`, without any plan: norm of the difference of the logits over their norm.
+    distance_from_fast: f64,
+}
+
+/// A run that was computed too, for scripts.
+#[derive(Serialize)]
+struct ComputedRun {
+    prediction: Prediction,
+    computed: Check,
+}
+
 /// All three arms, for scripts.
 #[derive(Serialize)]
 struct Comparison {
@@ -135,6 +158,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         }
         return Ok(ExitCode::SUCCESS);
     }
+    if let Some(model) = &args.compute {
+        return compute(args, &machine, &run, model);
+    }
     if args.arm.is_some() {
         let prediction = machine.prefill(&run)?;
         match &args.json {
@@ -150,6 +176,38 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             report::write_json(target, &Comparison { kind: troika_hwsim::RecordKind::Prediction, arms })?;
         }
         None => report::print(&comparison(&arms))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn compute(args: &Args, machine: &Machine, run: &Run, model: &Path) -> Result<ExitCode> {
+    let dir = (model != Path::new(builtin::NAME)).then(|| model.to_owned());
+    let model = ModelArgs::of(dir, NumericClass::Fast).open()?;
+    let vocab = model.config.model.vocab_size;
+    let tokens: Vec<u32> = (0..run.prompt_tokens).map(|i| (i * 7919 % vocab) as u32).collect();
+    let small = model.small(&tokens);
+    let simulated = machine.compute(run, &small)?;
+    // Steps without room for a tile: the primary device repeats what engines would compute.
+    let healthy = Run { faults: Faults::default(), wavefront: 1, ..run.clone() };
+    let narrow = Run { step: run.plan.tile / 2, honour_step: true, ..healthy.clone() };
+    let narrow = Run { plan: PlanSpec { tail_threshold: Some(0), ..run.plan.clone() }, ..narrow };
+    let same_bits = machine.compute(&narrow, &small)?.logits == simulated.logits;
+    let fast = machine.compute(&Run { arm: Arm::Stock, ..healthy }, &small)?.logits;
+    let norm = |of: &mut dyn Iterator<Item = f32>| of.map(|x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+    let difference = norm(&mut simulated.logits.iter().zip(&fast).map(|(a, b)| a - b));
+    let distance_from_fast = difference / norm(&mut fast.iter().copied());
+    let computed = Check { model: model.name.clone(), same_bits, distance_from_fast };
+    match &args.json {
+        Some(target) => report::write_json(target, &ComputedRun { prediction: simulated.prediction, computed })?,
+        None => {
+            let same = if same_bits { "the same bits as" } else { "OTHER NUMBERS than" };
+            let text = format!(
+                "computed with {}: {same} the primary device alone; {:.2} % from class fast\n",
+                computed.model,
+                distance_from_fast * 100.0
+            );
+            report::print(&(details(&simulated.prediction) + &text))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -207,6 +265,7 @@ fn faults(texts: &[String]) -> Result<Faults> {
                 faults.slow_instance =
                     Some((instance.parse().with_context(wrong)?, factor.parse().with_context(wrong)?));
             }
+            "corrupt" => faults.corrupt = true,
             "missing-cpu-symbol" => faults.missing_cpu_symbol = true,
             "jitter" => faults.jitter = value.parse().with_context(wrong)?,
             "seed" => faults.seed = value.parse().with_context(wrong)?,
@@ -249,13 +308,13 @@ fn details(one: &Prediction) -> String {
     let widths: Vec<String> = one.widths.iter().map(|(rows, steps)| format!("{steps} of {rows} rows")).collect();
     let _ = writeln!(text, "steps: {}", widths.join(", "));
     let _ = writeln!(text, "operations: {} dispatched, {} planned: {}", one.dispatched, one.planned, one.verdict);
-    let [operation, primary, engines, cpu, join] = ["operation", "primary ms", "engines ms", "cpu ms", "join ms"];
-    let _ = writeln!(text, "\n{operation:<26}{primary:>12}{engines:>12}{cpu:>12}{join:>12}   (predicted)");
+    let [operation, primary, engines, cpu, join] = ["predicted time", "primary ms", "engines ms", "cpu ms", "join ms"];
+    let _ = writeln!(text, "\n{operation:<26}{primary:>12}{engines:>12}{cpu:>12}{join:>12}  price");
     for row in &one.operations {
         let _ = writeln!(
             text,
-            "{:<26}{:>12.1}{:>12.1}{:>12.1}{:>12.1}",
-            row.operation, row.primary_ms, row.engines_ms, row.cpu_ms, row.join_ms
+            "{:<26}{:>12.1}{:>12.1}{:>12.1}{:>12.1}  {}",
+            row.operation, row.primary_ms, row.engines_ms, row.cpu_ms, row.join_ms, row.basis
         );
     }
     text + &devices(one) + &notes(one)

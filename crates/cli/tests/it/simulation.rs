@@ -28,6 +28,24 @@ fn a_person_reads_that_it_is_a_prediction() {
     assert!(details.contains("0 dispatched, 0 planned: unavailable(load: code -7)"), "{details}");
 }
 
+/// A small model under the times of a large one: numbers are real, and those of a corrupt engine are wrong.
+#[test]
+fn numbers_are_computed_with_weights() {
+    let place = ["--plan", "off", "--tile", "1024", "--place", "query=split:0.5,shared=whole", "--prompt", "1025"];
+    let run = |fault: &[&str]| {
+        let compute = ["sim", "--compute", "nano", "--json", "-"];
+        troika(&[&compute[..], &place, fault].concat()).ok().json()
+    };
+    let (healthy, corrupt) = (run(&[]), run(&["--fault", "corrupt"]));
+    assert_eq!(healthy["prediction"]["kind"], "prediction");
+    assert!(healthy["prediction"]["dispatched"].as_u64().is_some_and(|n| n > 0), "{healthy}");
+    assert_eq!(healthy["computed"]["same_bits"], true);
+    let distance = |record: &serde_json::Value| record["computed"]["distance_from_fast"].as_f64().expect("a number");
+    assert!(distance(&healthy) < 0.2, "{}", distance(&healthy));
+    assert_eq!(corrupt["computed"]["same_bits"], false);
+    assert_ne!(distance(&corrupt), distance(&healthy));
+}
+
 #[test]
 fn a_sweep_is_drawn() {
     let scratch = Scratch::new();
@@ -44,7 +62,7 @@ fn a_sweep_is_drawn() {
 fn nonsense_is_refused_by_name() {
     let scratch = Scratch::new();
     troika(&["sim", "--profile", "m4"]).fails(1, &["no profile m4", "m3-ultra-512"]);
-    troika(&["sim", "--model", "v5"]).fails(1, &["no model v5", "v4-flash-0731"]);
+    troika(&["sim", "--model", "v5"]).fails(1, &["has the prices of v4-flash-0731, not of v5"]);
     troika(&["sim", "--checkpoint", "q4"]).fails(1, &["no checkpoint q4", "fp8"]);
     troika(&["sim", "--plan", "best"]).fails(1, &["no plan best", "published-2026-08"]);
     troika(&["sim", "--place", "wq=whole"]).fails(2, &["no operation wq", "query"]);
@@ -52,6 +70,9 @@ fn nonsense_is_refused_by_name() {
     troika(&["sim", "--prompt", "1"]).fails(1, &["a prompt has 2 to"]);
     troika(&["sim", "--fault", "gremlins"]).fails(1, &["--fault gremlins: no such fault"]);
     troika(&["sim", "--what-if", "speed=1"]).fails(2, &["speed cannot be varied"]);
+    let record = scratch.arg("prediction.json");
+    troika(&["sim", "--prompt", "4097", "--arm", "stock", "--json", &record]).ok();
+    troika(&["bench", "compare", &record, &record]).fails(1, &["prediction.json"]);
     let plan = scratch.write("plan.toml", b"tile = 4096\n[place]\nquery = \"half\"\n");
     troika(&["sim", "--plan", &plan]).fails(1, &["plan.toml", "half is not off, whole"]);
     let profile = scratch.write("machine.toml", b"name = 1\n");

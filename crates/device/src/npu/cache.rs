@@ -170,6 +170,10 @@ impl NpuBackend for Cached {
         Ok(compiled)
     }
 
+    fn shares_weights(&self) -> bool {
+        self.inner.shares_weights()
+    }
+
     fn load(&self, instance: usize, programs: &[Program]) -> Result<Box<dyn Bank>, NpuError> {
         let error = match self.inner.load(instance, programs) {
             Ok(bank) => return Ok(bank),

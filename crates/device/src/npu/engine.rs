@@ -211,11 +211,11 @@ impl Worker {
         let mut guards: Vec<_> =
             places.iter().zip(&node.outputs).map(|(place, value)| run.write_columns(*value, place.clone())).collect();
         let mut outputs: Vec<Output<'_>> = guards.iter_mut().map(|guard| guard.output()).collect();
-        if rows.len() == procedure.tile {
+        if rows.len() == procedure.tile && outputs.len() == places.len() {
             let (bank, index) = self.bank(procedure)?;
             return bank.run(index, x, &mut outputs);
         }
-        // A tail: rows of zeros fill the tile, and what comes of them is cut off.
+        // A tail, or a step that wants less than the whole stack: rows of zeros fill the tile, and what is too much is cut off.
         self.surfaces(procedure);
         self.input[..x.len()].copy_from_slice(x);
         self.run_surfaces(procedure)?;

@@ -66,6 +66,16 @@ impl NpuBackend for Compiler {
 
 const ROOMY: u64 = 1 << 20;
 
+/// Of an engine whose programs are the weights that are there anyway, nothing else is believed for being kept on disk.
+#[test]
+fn programs_on_disk_hold_what_they_hold_without() {
+    let dir = tempdir().expect("a folder");
+    let soft: Arc<dyn NpuBackend> = Arc::new(Soft::start(SoftOptions::default()).expect("it starts"));
+    assert!(soft.shares_weights() && !Compiler::new("1").shares_weights());
+    assert!(Cached::open(soft, dir.path(), ROOMY).expect("opens").shares_weights());
+    assert!(!open(&Compiler::new("1"), &dir.path().join("other"), ROOMY).shares_weights());
+}
+
 fn open(compiler: &Arc<Compiler>, dir: &Path, limit: u64) -> Cached {
     Cached::open(Arc::clone(compiler) as Arc<dyn NpuBackend>, dir, limit).expect("opens")
 }

@@ -39,7 +39,6 @@ pub(crate) fn everything() -> BTreeMap<Kind, Placement> {
         (Kind::WoB, Placement::Whole),
         (Kind::CsaCompressor, Placement::Split(0.3)),
         (Kind::HcaCompressor, Placement::Whole),
-        (Kind::IndexerWqB, Placement::Whole),
         (Kind::IndexerCompressor, Placement::Split(0.5)),
         (Kind::SharedExpert, Placement::Whole),
     ])
@@ -81,13 +80,6 @@ fn num_projections(runner: &Runner) -> u64 {
     runner.executor().plan().projections().len() as u64
 }
 
-/// Those of them that a step whose last row sees `context` tokens has: the indexer chooses only where there is a choice.
-fn projections_at(runner: &Runner, context: usize) -> u64 {
-    let chooses = context / 4 > runner.config().index_topk;
-    let projections = runner.executor().plan().projections().values();
-    projections.filter(|projection| chooses || projection.kind != Kind::IndexerWqB).count() as u64
-}
-
 /// What one prefill step of `rows` rows did.
 fn ledger_of(runner: &mut Runner, rows: usize) -> Ledger {
     let sequence = runner.new_sequence();
@@ -110,7 +102,7 @@ pub(crate) fn what_is_planned_is_dispatched(engine: Arc<dyn NpuBackend>) {
     assert!(num_projections(&runner) > 40, "six layers with all their projections");
     for rows in [TILE / 2, TILE - 1, TILE, TILE + 1, 2 * TILE, 5 * TILE + 3, 512] {
         let ledger = ledger_of(&mut runner, rows);
-        let (operations, projections) = (ledger.total_operations(), projections_at(&runner, rows));
+        let (operations, projections) = (ledger.total_operations(), num_projections(&runner));
         assert_eq!(operations.planned, operations.dispatched(), "{rows} rows");
         assert_eq!(operations.planned, (rows / TILE) as u64 * projections, "{rows} rows");
         assert_eq!(operations.logical_rows, operations.planned * TILE as u64, "no tile is padded");
@@ -134,7 +126,7 @@ fn acceptance_03_and_04_tails_go_by_the_rule() {
     // A prompt of S tokens has S - 1 to prefill; one of S + 1 has a tile.
     for (rows, threshold, want) in [(TILE - 1, TILE - 1, (0, 1)), (TILE - 1, 0, (0, 0)), (TILE, 0, (1, 0))] {
         let mut runner = hybrid(threshold);
-        let projections = projections_at(&runner, rows);
+        let projections = num_projections(&runner);
         let operations = ledger_of(&mut runner, rows).total_operations();
         assert_eq!((operations.exact, operations.padded), (want.0 * projections, want.1 * projections), "{rows} rows");
     }
@@ -144,7 +136,7 @@ pub(crate) fn tails_go_by_the_rule(engine: &Arc<dyn NpuBackend>) {
     let rows = 5 * TILE / 2;
     for (threshold, padded) in [(0, false), (TILE / 2, true), (TILE / 2 + 1, false)] {
         let mut runner = hybrid_on(Arc::clone(engine), threshold);
-        let projections = projections_at(&runner, rows);
+        let projections = num_projections(&runner);
         let operations = ledger_of(&mut runner, rows).total_operations();
         assert_eq!(operations.exact, 2 * projections, "threshold {threshold}");
         assert_eq!(operations.padded, if padded { projections } else { 0 }, "threshold {threshold}");
@@ -179,7 +171,7 @@ fn acceptance_05_tiles_tails_and_narrow_chunks_are_one_arithmetic() {
 
     let mut padding = hybrid(2);
     assert_same_bits("padded tails", &one_shot(&mut padding, &tokens, tokens.len()), &want);
-    assert_eq!(padding.totals().total_operations().padded, projections_at(&padding, tokens.len()));
+    assert_eq!(padding.totals().total_operations().padded, num_projections(&padding));
     assert_ne!(padding.numeric_class(), class, "the tail threshold is part of the plan");
     for instances in [2, 3] {
         let mut several = nano(Some((soft(instances), wish(everything(), 0))));
@@ -210,7 +202,7 @@ fn padded_rows_are_no_tokens() {
 #[test]
 fn acceptance_07_decode_is_a_bypass_and_no_fallback() {
     let mut runner = hybrid(0);
-    let projections = projections_at(&runner, 200);
+    let projections = num_projections(&runner);
     let mut primary = nano(None);
     let logits: Vec<Vec<f32>> = [&mut runner, &mut primary]
         .into_iter()
@@ -234,7 +226,7 @@ fn verification_is_a_bypass() {
     let chunk = Chunk { sequence, tokens: &tokens, logits: WantLogits::Last(1), acceptance: Acceptance::Partial };
     let ledger = runner.forward(&[chunk]).expect("it runs").ledger;
     let operations = ledger.total_operations();
-    assert_eq!((operations.bypass_verify, operations.bypass_decode), (projections_at(&runner, tokens.len()), 0));
+    assert_eq!((operations.bypass_verify, operations.bypass_decode), (num_projections(&runner), 0));
     assert_eq!((operations.planned, operations.dispatched()), (0, 0));
 }
 
@@ -247,7 +239,7 @@ fn acceptance_09_a_failed_run_costs_time_and_no_result() {
         let faults = NpuFaults { failing_run: Some(failing), ..NpuFaults::default() };
         let backend = Arc::new(FaultyNpu::new(soft(1), faults));
         let mut runner = nano(Some((Arc::clone(&backend) as Arc<dyn NpuBackend>, wish(everything(), 0))));
-        let projections = projections_at(&runner, tokens.len());
+        let projections = num_projections(&runner);
         assert!(failing < 2 * projections, "the run is one of the prompt's");
         backend.arm();
         assert_same_bits(&format!("run {failing} failed"), &one_shot(&mut runner, &tokens, tokens.len()), &want);

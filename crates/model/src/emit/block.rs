@@ -37,12 +37,12 @@ const FFN: HcRoles = HcRoles {
     taps: ["ffn_hc_pre", "ffn_hc_mix", "ffn_in"],
 };
 
-/// Queries of a block and what they were made from.
+/// Queries of a block.
 struct Queries {
-    /// Low-rank query `[T, q_lora_rank]`, normalised; also feeds the indexer.
-    low_rank: ValueId,
-    /// Rotated queries `[T, H·d]`.
+    /// Rotated, `[T, H·d]`.
     rotated: ValueId,
+    /// The indexer's, as projected, `[T, Hi·di]`; none if it has no choice.
+    index: Option<ValueId>,
 }
 
 impl StepEmitter<'_> {
@@ -154,7 +154,8 @@ impl StepEmitter<'_> {
     fn trunk_attention(&mut self, scope: Scope, kind: LayerKind, input: ValueId) -> ValueId {
         let emitter = self.emitter;
         let freqs = if kind == LayerKind::Swa { &emitter.plain_freqs } else { &emitter.compress_freqs };
-        let queries = self.queries(scope, input, freqs);
+        let chooses = kind == LayerKind::Csa && self.signature.select;
+        let queries = self.queries(scope, input, freqs, chooses);
         let rows = self.kv_rows(scope, input, freqs);
         self.append_window(scope, rows);
         let mut ids = None;
@@ -162,7 +163,7 @@ impl StepEmitter<'_> {
             LayerKind::Swa => 0,
             LayerKind::Csa => {
                 self.compress(scope, input, 4);
-                ids = self.select(scope, input, queries.low_rank);
+                ids = self.select(scope, input, queries.index);
                 4
             }
             LayerKind::Hca { ratio } => {
@@ -176,18 +177,24 @@ impl StepEmitter<'_> {
 
     fn draft_attention(&mut self, scope: Scope, input: ValueId) -> ValueId {
         let freqs = &self.emitter.plain_freqs;
-        let queries = self.queries(scope, input, freqs);
+        let queries = self.queries(scope, input, freqs, false);
         let rows = self.kv_rows(scope, input, freqs);
         self.attend(scope, &[queries.rotated, rows], 0, AttentionPattern::Block, freqs)
     }
 
-    fn queries(&mut self, scope: Scope, input: ValueId, freqs: &Arc<[f64]>) -> Queries {
+    /// With `chooses` also the indexer's, from the same input: one operation for both (a stack).
+    fn queries(&mut self, scope: Scope, input: ValueId, freqs: &Arc<[f64]>, chooses: bool) -> Queries {
         let c = self.config;
         let (heads, width) = (c.num_attention_heads, c.num_attention_heads * c.head_dim);
         let low = self.linear(scope, input, &[weight(scope, Role::WqA, c.q_lora_rank, c.hidden_size)])[0];
         let low_rank = self.norm(scope, Role::QNorm, low);
         self.debug_tap(scope, "q_lora", low_rank);
-        let raw = self.linear(scope, low_rank, &[weight(scope, Role::WqB, width, c.q_lora_rank)])[0];
+        let mut weights = vec![weight(scope, Role::WqB, width, c.q_lora_rank)];
+        if chooses {
+            weights.push(weight(scope, Role::IndexerWqB, c.index_n_heads * c.index_head_dim, c.q_lora_rank));
+        }
+        let outputs = self.linear(scope, low_rank, &weights);
+        let (raw, index) = (outputs[0], outputs.get(1).copied());
         let op = Op::Rope {
             heads,
             rope: Rope { freqs: Arc::clone(freqs), inverse: false },
@@ -196,7 +203,7 @@ impl StepEmitter<'_> {
         };
         let rotated = self.in_place(scope, Kind::Norm, op, &[raw]);
         self.debug_tap(scope, "q", rotated);
-        Queries { low_rank, rotated }
+        Queries { rotated, index }
     }
 
     /// Rotated key/value rows `[T, d]`.
@@ -269,7 +276,7 @@ impl StepEmitter<'_> {
     }
 
     /// The indexer: its compressor always runs, since later queries need its rows; scores only if there is a choice.
-    fn select(&mut self, scope: Scope, input: ValueId, low_rank: ValueId) -> Option<ValueId> {
+    fn select(&mut self, scope: Scope, input: ValueId, queries: Option<ValueId>) -> Option<ValueId> {
         let c = self.config;
         let roles = [
             Role::IndexerCompressorWkv,
@@ -278,11 +285,8 @@ impl StepEmitter<'_> {
             Role::IndexerCompressorNorm,
         ];
         self.compressor(scope, input, 4, c.index_head_dim, roles, StatePart::Index);
-        if !self.signature.select {
-            return None;
-        }
+        let raw = queries?;
         let (heads, dim) = (c.index_n_heads, c.index_head_dim);
-        let raw = self.linear(scope, low_rank, &[weight(scope, Role::IndexerWqB, heads * dim, c.q_lora_rank)])[0];
         let op = Op::Rope {
             heads,
             rope: Rope { freqs: Arc::clone(&self.emitter.compress_freqs), inverse: false },

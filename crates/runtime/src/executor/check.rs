@@ -16,6 +16,12 @@ const EVERY: u64 = 61;
 const ROWS: usize = 4;
 const ROWS_OF_A_MEAN: usize = 16;
 
+/// A few rows of a prompt scatter more than the noise of the probe at load, so the bounds are wider than its 2 % and 0.999: an
+/// engine that is off by more has not just rounded in its own way. What is no number is not near.
+fn is_near(error: &Error) -> bool {
+    error.relative <= 0.05 && error.cosine >= 0.995
+}
+
 /// Which parts are checked, and how.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Checks {
@@ -28,13 +34,11 @@ pub(super) struct Checks {
     done: u64,
 }
 
-impl Default for Checks {
-    fn default() -> Self {
-        Self { every: EVERY, repeatable: true, since: 0, done: 0 }
-    }
-}
-
 impl Checks {
+    pub(super) fn new(repeatable: bool) -> Self {
+        Self { every: EVERY, repeatable, since: 0, done: 0 }
+    }
+
     /// Takes note of a part that an engine has done; the rows of it to check, if it is its turn.
     pub(super) fn next(&mut self, part: &Part) -> Option<Range<usize>> {
         self.since += 1;
@@ -64,19 +68,24 @@ pub(super) fn check(run: &StepRun, node: NodeId, part: &Part, rows: Range<usize>
             Output::Pieces(pieces) => pieces.iter().for_each(|piece| got.extend_from_slice(piece)),
         }
     }
-    difference(&part.procedure, &got, &want, repeatable)
+    difference(&part.procedure, &got, &want, (!repeatable).then_some(is_near))
 }
 
-/// How an engine's numbers differ from those that its procedure should give, if they do: an engine whose arithmetic can be
-/// repeated must give the same bits; others must be within 2 % and 0.999 of cosine (section 9.5 of the hybrid spec).
-pub(crate) fn difference(procedure: &Procedure, got: &[f32], want: &[f32], repeatable: bool) -> Option<String> {
+/// How an engine's numbers differ from those that its procedure should give, if they do: by more than `admits` lets pass, or
+/// without it by any bit.
+pub(crate) fn difference(
+    procedure: &Procedure,
+    got: &[f32],
+    want: &[f32],
+    admits: Option<fn(&Error) -> bool>,
+) -> Option<String> {
     let name = &procedure.name;
-    if repeatable {
+    let Some(admits) = admits else {
         let mut pairs = got.iter().zip(want);
         let (got, want) = pairs.find(|(got, want)| got.to_bits() != want.to_bits())?;
         return Some(format!("{name} gives {got} instead of {want}"));
-    }
+    };
     let error = Error::between(got, want);
     let far = || format!("{name} is off by {:.1} %, cosine {:.4}", error.relative * 100.0, error.cosine);
-    (!error.is_small()).then(far)
+    (!admits(&error)).then(far)
 }

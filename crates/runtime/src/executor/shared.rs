@@ -125,11 +125,11 @@ impl Executor {
             return *device != DeviceId::PRIMARY;
         }
         let Some(rows) = self.checks.next(part) else { return false };
-        let start = Instant::now();
+        let start = (self.clock)();
         let difference = check::check(&step.run, node, part, rows, self.checks.repeatable);
         let operations = step.operations.entry(shared.kind).or_default();
         operations.checks += 1;
-        operations.check_ns += start.elapsed().as_nanos() as u64;
+        operations.check_ns += ((self.clock)() - start).as_nanos() as u64;
         let Some(difference) = difference else {
             self.checks.since = 0;
             return false;
