@@ -111,7 +111,7 @@ fn the_plan_found_is_as_good_as_the_best_of_a_grid() {
                 for wavefront in ["1", "2"] {
                     let place = format!(
                         "shared={shared},wq_b={query},wo_a={output},wo_b={output},wq_a=primary,wkv=primary,\
-                         compressor={query},indexer_wq_b={query},indexer_compressor={query}"
+                         compressor={query},indexer_compressor={query}"
                     );
                     let name = format!("{place} --wavefront {wavefront}");
                     let args = ["--npu", "soft:cores=1", "--hybrid", "on", "--place", &place, "--wavefront", wavefront];
