@@ -6,7 +6,9 @@
 
 use std::ops::Range;
 
-use super::{Index, avx2, scalar, vnni};
+use super::{Index, scalar};
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, vnni};
 use crate::level::dispatch;
 use crate::parallel::{Disjoint, run_tasks};
 use crate::rounding::{codes_of, factor_of, largest_of};
@@ -115,14 +117,14 @@ impl RoundedQuery {
             let panel = start + panel;
             let codes = &keys.codes[panel * keys.width..(panel + 1) * keys.width];
             let mut sums = [0.0; PANEL];
-            let (q, zeros, weights) = (&self.codes, &self.zeros, &self.weights);
+            let (q, weights) = (&self.codes, &self.weights);
             assert!(q.len() * 4 == weights.len() * keys.width && weights.len().is_multiple_of(HEADS), "whole heads");
             dispatch!(
                 level,
                 scalar::weighted_sums(codes, q, weights, &mut sums),
                 avx2::weighted_sums(codes, q, weights, &mut sums),
                 avx2::weighted_sums(codes, q, weights, &mut sums),
-                vnni::weighted_sums(codes, q, zeros, weights, &mut sums)
+                vnni::weighted_sums(codes, q, &self.zeros, weights, &mut sums)
             );
             let scales = &keys.scales[panel * PANEL..(panel + 1) * PANEL];
             out.iter_mut().zip(sums).zip(scales).for_each(|((out, sum), scale)| *out = sum * scale);
