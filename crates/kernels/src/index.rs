@@ -81,15 +81,18 @@ pub fn index_topk(
         let mut scores = Scratch::new(rows * most);
         let spans = most.div_ceil(span);
         let pieces = Disjoint::new(&mut scores);
-        run_tasks(ctx, rows * spans, |task| {
-            let (t, first) = (task / spans, task % spans * span);
-            let end = visible(t).min(first + span);
-            if first < end {
-                // SAFETY: each task index is given out once, and tasks differ in their query or in their keys.
-                let out = unsafe { pieces.piece(t * most + first..t * most + end) };
-                query(t).score(ctx.level, &Keys::new(Ctx { par: &Serial, ..ctx }, index, first..end), first, out);
-            }
-        });
+        for t in 0..rows {
+            let query = query(t);
+            run_tasks(ctx, spans, |task| {
+                let first = task * span;
+                let end = visible(t).min(first + span);
+                if first < end {
+                    // SAFETY: each task index is given out once for each query, and tasks differ in their keys.
+                    let out = unsafe { pieces.piece(t * most + first..t * most + end) };
+                    query.score(ctx.level, &Keys::new(Ctx { par: &Serial, ..ctx }, index, first..end), first, out);
+                }
+            });
+        }
         for_each_row(ctx, ids, k, |t, ids| top_k(&scores[t * most..][..visible(t)], ids));
         return;
     }

@@ -88,6 +88,8 @@ impl Rounded {
     ) -> Self {
         /// Rows of a task: two tiles.
         const ROWS: usize = 24;
+        /// Rows that are asked for before it is their turn.
+        const AHEAD: usize = 4;
         let shape = Shape { width: pairs_of(d), chains: d.div_ceil(CHAIN) };
         let (mut pairs, mut scales) = (Scratch::new(n * shape.width), Scratch::new(n * shape.chains));
         {
@@ -99,7 +101,11 @@ impl Rounded {
                 // SAFETY: the same.
                 let scales = unsafe { scales.piece(rows.start * shape.chains..rows.end * shape.chains) };
                 let places = pairs.chunks_exact_mut(shape.width).zip(scales.chunks_exact_mut(shape.chains));
+                rows.clone().take(AHEAD).for_each(|i| prefetch(row(i)));
                 for (i, (pairs, scales)) in rows.clone().zip(places) {
+                    if i + AHEAD < rows.end {
+                        prefetch(row(i + AHEAD));
+                    }
                     round(ctx.level, row(i), largest, pairs, scales);
                 }
                 then(rows.start, RoundedRows { pairs, scales, shape });
@@ -144,6 +150,19 @@ fn round(level: CpuLevel, x: &[f32], largest: f32, pairs: &mut [u32], scales: &m
             dispatch!(level, scalar::round(x, factor, pairs), avx2::round(x, factor, pairs));
         }
     }
+}
+
+/// Asks for a row that is read soon. Chosen rows lie far apart, so that a single one's misses would follow each other.
+#[inline]
+fn prefetch(row: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in row.chunks(16) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing that the program can see, and the address is a valid one.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = row;
 }
 
 /// A query with its heads side by side, in panels as [`heads::pack`] makes them.

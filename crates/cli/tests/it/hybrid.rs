@@ -24,13 +24,13 @@ fn a_bench_with_engines_shows_what_they_did() {
     assert_eq!(hybrid["state"], "engaged");
     assert!(hybrid["numeric_class"].as_str().is_some_and(|class| class.starts_with("fast+hybrid:")), "{hybrid}");
     let shared = &hybrid["kinds"]["shared expert"];
-    // A tile of each of six layers in the warm-up and two in the counted round; decode steps are one and two.
+    // Two tiles of each of six layers, in a warm-up and a counted round; the last token and the next are decode steps.
     assert_eq!(
         (&shared["planned"], &shared["exact"], &shared["merged"]),
-        (&18.into(), &18.into(), &18.into()),
+        (&24.into(), &24.into(), &24.into()),
         "{shared}"
     );
-    assert_eq!(shared["bypass_decode"], 18, "{shared}");
+    assert_eq!(shared["bypass_decode"], 24, "{shared}");
     assert!(troika(&bench(&["--json", "-"])).ok().json().get("hybrid").is_none());
 }
 

@@ -20,7 +20,7 @@ use crate::{progress, report};
 /// Measure the engine alone, in this process: a quick look, and device time by operation.
 ///
 /// One arm, no server and no text: to compare features, use `troika bench`. Each round runs every prompt length once, so that
-/// a slow minute of the machine touches all of them; a warm-up round of a few chunks is thrown away. Rates are medians.
+/// a slow minute of the machine touches all of them; the first round is a warm-up and is thrown away. Rates are medians.
 /// Loading and text handling are outside the clock.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -170,19 +170,15 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let options = args.model.runner_options(class);
     let (hybrid, wavefront) = args.tuning.apply(&model, &options, &args.hybrid, args.wavefront.steps())?;
     let (mut runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront)?;
-    let tokens_of = |length: &dyn Fn(u32) -> u32| -> u64 {
-        args.prompt_lengths.iter().map(|n| u64::from(length(*n) + args.generate)).sum()
-    };
-    let tokens = tokens_of(&|n| warm_up(args, n, wavefront)) + tokens_of(&|n| n) * u64::from(args.rounds);
-    let bar = progress::tokens("measuring", tokens);
+    let tokens_per_round: u64 = args.prompt_lengths.iter().map(|n| u64::from(n + args.generate)).sum();
+    let bar = progress::tokens("measuring", tokens_per_round * u64::from(args.rounds + 1));
     let mut samples: Vec<Vec<Sample>> = args.prompt_lengths.iter().map(|_| Vec::new()).collect();
     let mut profile = Profile::default();
     for round in 0..=args.rounds {
         for (length, samples) in args.prompt_lengths.iter().zip(&mut samples) {
             let counted = (round > 0).then_some(&mut profile);
-            let tokens = if round > 0 { *length } else { warm_up(args, *length, wavefront) };
-            let sample = measure(&mut runner, args, tokens as usize, wavefront, counted)?;
-            bar.inc(u64::from(tokens + args.generate));
+            let sample = measure(&mut runner, args, *length as usize, wavefront, counted)?;
+            bar.inc(u64::from(length + args.generate));
             if round > 0 {
                 samples.push(sample);
             }
@@ -214,11 +210,6 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     }
     hybrid.check_engaged(&runner.feature())?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// Tokens of a prompt's warm-up: enough for as many chunks in flight as there will be.
-fn warm_up(args: &Args, length: u32, wavefront: usize) -> u32 {
-    length.min(args.chunk.saturating_mul(wavefront as u32))
 }
 
 fn measure(
