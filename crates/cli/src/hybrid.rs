@@ -116,15 +116,7 @@ fn soft_options<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<S
 }
 
 fn ort_options<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<OrtOptions, String> {
-    let mut options = OrtOptions {
-        places: Vec::new(),
-        provider: Provider::Cpu,
-        plugin: None,
-        form: None,
-        instances: 1,
-        threads: 1,
-        settings: BTreeMap::new(),
-    };
+    let mut options = OrtOptions::default();
     for (key, value) in pairs {
         let path = || if value.is_empty() { Err(format!("{key} needs a path")) } else { Ok(PathBuf::from(value)) };
         match (key, key.strip_prefix("set.")) {

@@ -17,15 +17,7 @@ const TILE: usize = 32;
 fn options(provider: Provider) -> OrtOptions {
     let place =
         std::env::var_os("TROIKA_TEST_ORT").expect("TROIKA_TEST_ORT names a Python environment with onnxruntime");
-    OrtOptions {
-        places: vec![PathBuf::from(place)],
-        provider,
-        plugin: None,
-        form: None,
-        instances: 1,
-        threads: 1,
-        settings: BTreeMap::new(),
-    }
+    OrtOptions { places: vec![PathBuf::from(place)], provider, ..OrtOptions::default() }
 }
 
 /// Roughly normal numbers.

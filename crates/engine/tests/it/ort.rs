@@ -1,7 +1,6 @@
 //! nano with engines that ONNX Runtime knows: the tests of `hybrid.rs` that hold for engines whose bits nobody repeats.
 //! `cargo xtask ort` installs the library and runs these tests.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -20,15 +19,7 @@ use crate::support::one_shot;
 fn ort(provider: Provider) -> Arc<dyn NpuBackend> {
     let place =
         std::env::var_os("TROIKA_TEST_ORT").expect("TROIKA_TEST_ORT names a Python environment with onnxruntime");
-    let options = OrtOptions {
-        places: vec![PathBuf::from(place)],
-        provider,
-        plugin: None,
-        form: None,
-        instances: 1,
-        threads: 1,
-        settings: BTreeMap::new(),
-    };
+    let options = OrtOptions { places: vec![PathBuf::from(place)], provider, ..OrtOptions::default() };
     Arc::new(Ort::start(&options).expect("the engine starts"))
 }
 

@@ -123,6 +123,21 @@ pub struct OrtOptions {
     pub settings: BTreeMap<String, String>,
 }
 
+/// One instance on the CPU's provider, of a library without a place.
+impl Default for OrtOptions {
+    fn default() -> Self {
+        Self {
+            places: Vec::new(),
+            provider: Provider::Cpu,
+            plugin: None,
+            form: None,
+            instances: 1,
+            threads: 1,
+            settings: BTreeMap::new(),
+        }
+    }
+}
+
 /// Where a provider comes from.
 enum Source {
     /// The library.
