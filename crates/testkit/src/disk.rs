@@ -108,6 +108,20 @@ impl FakeDisk {
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.0)
     }
+
+    /// Takes as long as the faults say; whoever sets others meanwhile ends the wait.
+    fn hang(&self, takes: impl Fn(&Faults) -> Duration) {
+        const NAP: Duration = Duration::from_millis(1);
+        let mut waited = Duration::ZERO;
+        loop {
+            let left = takes(&self.state().faults).saturating_sub(waited);
+            if left.is_zero() {
+                return;
+            }
+            std::thread::sleep(left.min(NAP));
+            waited += NAP;
+        }
+    }
 }
 
 impl State {
@@ -184,8 +198,7 @@ impl FileSystem for FakeDisk {
     }
 
     fn list(&self, dir: &Path) -> io::Result<Vec<Entry>> {
-        let takes = self.state().faults.list_takes;
-        std::thread::sleep(takes);
+        self.hang(|faults| faults.list_takes);
         let state = &mut *self.state();
         state.listings += 1;
         let files = state.files.iter().filter(|(path, _)| path.parent() == Some(dir));
@@ -194,8 +207,7 @@ impl FileSystem for FakeDisk {
     }
 
     fn read(&self, path: &Path, most: u64) -> io::Result<Vec<u8>> {
-        let takes = self.state().faults.read_takes;
-        std::thread::sleep(takes);
+        self.hang(|faults| faults.read_takes);
         let state = &mut *self.state();
         if state.one_in(state.faults.read_error_one_in) {
             return Err(input_output_error());
@@ -216,8 +228,7 @@ impl FileSystem for FakeDisk {
     }
 
     fn write(&self, path: &Path, parts: &[&[u8]]) -> io::Result<()> {
-        let takes = self.state().faults.write_takes;
-        std::thread::sleep(takes);
+        self.hang(|faults| faults.write_takes);
         let state = &mut *self.state();
         state.may_change()?;
         let mut bytes = parts.concat();

@@ -52,7 +52,7 @@ pub(crate) fn record(server: &Server, reply: &Value) -> Value {
         if record["state"] == "ended" {
             return record;
         }
-        assert!(start.elapsed() < Duration::from_secs(30), "{record}");
+        assert!(start.elapsed() < Duration::from_secs(60), "{record}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

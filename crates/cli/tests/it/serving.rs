@@ -149,7 +149,7 @@ fn a_server_without_its_cache_folder_says_so() {
     std::fs::remove_dir_all(&dir).expect("removable");
     let start = Instant::now();
     while health(&server)[0] == "ok" {
-        assert!(start.elapsed() < Duration::from_secs(20), "it never says so");
+        assert!(start.elapsed() < Duration::from_secs(60), "it never says so");
         let prompt = format!("{:?} {}", start.elapsed(), "one two three four ".repeat(40));
         let ask = serde_json::json!({"prompt": prompt, "max_tokens": 2}).to_string();
         let (status, body) = server.request("POST", "/v1/completions", &ask);

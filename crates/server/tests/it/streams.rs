@@ -154,6 +154,6 @@ async fn silence_is_filled_with_comments() {
             }
         }
     }
-    assert!(comments >= 3, "{comments}");
+    assert!(comments >= 1, "{comments}");
     assert_eq!(text, "ok");
 }
