@@ -77,7 +77,8 @@ impl ModelMemory {
             mapped_neighbours: windows.bytes().saturating_sub(mapped.values().sum()),
             mapped_weights: mapped,
             copied_weights: copied,
-            step_values: values(settings.chunk_tokens, 0) + values(settings.sequences, settings.sequences),
+            step_values: values(settings.chunk_tokens, settings.sequences)
+                + values(settings.sequences, settings.sequences),
             scratch: scratch_bytes(config, settings),
             state_fixed: shape.fixed_bytes(),
             state_per_1000_tokens: shape.bytes_per_block() * 1000 / block as u64,

@@ -482,7 +482,8 @@ impl Session<'_> {
             reserve_bytes: 0,
             narrowing_frees: [0; NARROWINGS],
             state_cost: StateCost::default(),
-            replay_decoded: false,
+            // The machines that are simulated leave the last token of a prompt to a step of its own.
+            two_classes: true,
         });
         let ids = || (0..run.concurrency as u64).map(RequestId);
         for id in ids() {

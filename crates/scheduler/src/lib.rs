@@ -4,8 +4,9 @@
 //! [`Scheduler`] decides; [`geometry`] says once, at load, how wide a chunk is.
 //!
 //! Two kinds of steps may be in flight side by side, one of each [`Lane`]. A sequence whose newest token alone is not yet
-//! computed is in the decode lane, the last token of a prompt included (hybrid spec 10.3); every other one is in the prefill
-//! lane, be it new, resumed from the cache, or preempted and on its way back.
+//! computed is in the decode lane; every other one is in the prefill lane, be it new, resumed from the cache, or preempted and on
+//! its way back. The last token of a prompt is in the decode lane where the two are of different numeric classes (hybrid spec
+//! 10.3); elsewhere it goes with the last chunk, which then has logits.
 
 pub mod geometry;
 mod pace;
@@ -22,7 +23,7 @@ pub use scheduler::{
 pub enum Rule {
     /// It ends at a multiple of the step width, counted from position 0.
     Alignment,
-    /// The prompt ends, its last token left to the decode lane.
+    /// The prompt ends, or all of it but the last token, which is left to the decode lane.
     Remaining,
     /// Its nodes would take so long that running streams would wait longer than allowed.
     MaxItl,

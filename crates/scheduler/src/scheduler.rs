@@ -71,9 +71,10 @@ pub struct Limits {
     /// Bytes of activations that are free for state if steps are half as wide, a quarter, and so on: all together, ascending.
     pub narrowing_frees: [u64; NARROWINGS],
     pub state_cost: StateCost,
-    /// Prefill and decode steps are of two numeric classes: what was decoded once is decoded again after a preemption, so that
-    /// it comes out the same.
-    pub replay_decoded: bool,
+    /// Prefill and decode steps are of two numeric classes, so that it matters which of them computes a token: the last token
+    /// of a prompt is left to the decode lane (hybrid spec 10.3), and what was decoded once is decoded again after a
+    /// preemption. With one class the last token goes with the last chunk where that has room, which saves a step.
+    pub two_classes: bool,
 }
 
 impl Limits {
@@ -268,7 +269,7 @@ impl Scheduler {
             urgency: new.urgency,
             deadline_us: new.deadline_us,
             tokens: new.tokens,
-            decoded_from: if self.limits.replay_decoded { new.tokens - 1 } else { usize::MAX },
+            decoded_from: if self.limits.two_classes { new.tokens - 1 } else { usize::MAX },
             computed: 0,
             admitted: false,
             attached: false,
@@ -679,7 +680,7 @@ fn chunk_of(geometry: &Geometry, entry: &Entry, halvings: Halvings) -> ChunkReco
     let step = geometry.narrowed(halvings.throttle.max(halvings.hurry));
     narrow(Rule::MaxItl, step);
     narrow(Rule::Alignment, step - start % step);
-    // The last token goes through the decode lane.
-    narrow(Rule::Remaining, (entry.unscheduled() - 1).min(entry.decoded_from - start));
+    // Without two classes nothing is left to the decode lane but a last token that would be a chunk of its own.
+    narrow(Rule::Remaining, entry.unscheduled().min(entry.decoded_from - start));
     chunk
 }

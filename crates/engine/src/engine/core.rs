@@ -571,7 +571,9 @@ impl<R: StepRunner> Core<R> {
             .map(|part| {
                 let live = &self.requests[&part.request];
                 let tokens = &live.tokens[part.chunk.start..part.chunk.start + part.chunk.width];
-                let logits = if lane == Lane::Decode { WantLogits::Last(1) } else { WantLogits::No };
+                // Where a prompt ends its answer begins, whichever the lane.
+                let is_newest = part.chunk.start + part.chunk.width == live.tokens.len();
+                let logits = if lane == Lane::Decode || is_newest { WantLogits::Last(1) } else { WantLogits::No };
                 let sequence = live.sequence.expect("a part of a step has a sequence");
                 Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }
             })
@@ -723,7 +725,7 @@ impl<R: StepRunner> Core<R> {
             {
                 lock(&self.status).completion_tokens_total += 1;
             }
-            if is_newest && !live.ended && step.lane == Lane::Decode {
+            if is_newest && !live.ended {
                 self.scheduler.push_token(*id);
             }
         }
@@ -805,14 +807,16 @@ fn limits(runner: &impl StepRunner, options: &EngineOptions) -> Limits {
         reserve_bytes: runner.engine_bytes().1,
         narrowing_frees,
         state_cost: StateCost { fixed_bytes: shape.fixed_bytes(), bytes_per_block: shape.bytes_per_block() },
-        replay_decoded: runner.tile().is_some(),
+        two_classes: runner.tile().is_some(),
     }
 }
 
 /// Bytes of the values of the prefill steps and the decode step that may be in flight side by side.
 fn steps_bytes(runner: &impl StepRunner, step: usize, max_running: usize, wavefront: usize) -> u64 {
-    // Prompt chunks want no logits; of each sequence that decodes there is one row, and its logits.
-    let prefill = runner.step_bytes(step, 0).saturating_mul(wavefront as u64);
+    // Of each sequence that decodes there is one row, and its logits; in a prefill step logits are for prompts that end there,
+    // of two tokens at least.
+    let ends = if runner.tile().is_some() { 0 } else { max_running.min(step.div_ceil(2)) };
+    let prefill = runner.step_bytes(step, ends).saturating_mul(wavefront as u64);
     prefill.saturating_add(runner.step_bytes(max_running, max_running))
 }
 

@@ -131,11 +131,11 @@ fn a_record_says_how_a_request_was_served() {
     let shared = tokens(3, 300);
     let records = [11, 12, 13].map(|seed| record(&engine, request([shared.clone(), tokens(seed, 200)].concat(), 2)));
     let edges = |record: &RequestRecord| record.chunks.iter().map(|c| (c.start, c.width)).collect::<Vec<_>>();
-    assert_eq!(edges(&records[0]), [(0, 256), (256, 243)]);
+    assert_eq!(edges(&records[0]), [(0, 256), (256, 244)]);
     assert_eq!(edges(&records[1]), edges(&records[0]));
-    assert_eq!(edges(&records[2]), [(256, 243)]);
+    assert_eq!(edges(&records[2]), [(256, 244)]);
     let third = &records[2];
-    assert_eq!(third.chunks[0].narrowed_by.last().map(|n| (n.rule, n.after)), Some((Rule::Remaining, 243)));
+    assert_eq!(third.chunks[0].narrowed_by.last().map(|n| (n.rule, n.after)), Some((Rule::Remaining, 244)));
     let diverged = records.each_ref().map(|record| record.diverged.map(|at| at.position));
     assert_eq!(diverged, [None, Some(300), Some(300)]);
     assert_eq!(third.diverged.map(|at| at.token), Some(tokens(13, 1)[0]));
@@ -144,11 +144,11 @@ fn a_record_says_how_a_request_was_served() {
     assert_eq!((third.stored_blocks, third.skipped_because, third.preemptions), (3, None, 0));
     let status = engine.status();
     assert_eq!(status.narrowed_total.get(&Rule::Remaining), Some(&3));
-    // Of each prompt all but the last token; the third resumed after 256. Each answer has two tokens.
-    assert_eq!((status.prefill.steps, status.prefill.tokens), (5, 499 + 499 + 243));
-    assert_eq!((status.decode.steps, status.decode.tokens), (6, 6));
+    // The third resumed after 256. Each answer has two tokens, the first of which comes with the last chunk.
+    assert_eq!((status.prefill.steps, status.prefill.tokens), (5, 500 + 500 + 244));
+    assert_eq!((status.decode.steps, status.decode.tokens), (3, 3));
     assert!(status.prefill.busy_us > 0 && status.decode.busy_us > 0);
-    assert!(status.nodes.iter().any(|node| node.kind == "embed" && node.completed == 11), "{:?}", status.nodes);
+    assert!(status.nodes.iter().any(|node| node.kind == "embed" && node.completed == 8), "{:?}", status.nodes);
     assert!(status.nodes.iter().all(|node| node.submitted == node.completed && node.failed == 0));
 }
 

@@ -64,7 +64,8 @@ fn a_slow_disk_holds_up_nobody_else() {
     let prompt = tokens(1, 3 * 128 + 5);
     let (cold, _) = answer(&engine_on(&disk, CACHED), request(prompt.clone(), 8));
     let running = engine_on(&disk, CACHED);
-    disk.set_faults(Faults { read_takes: Duration::from_secs(60), ..Faults::default() });
+    let slow = Faults { read_takes: Duration::from_secs(60), ..Faults::default() };
+    disk.set_faults(slow.clone());
     let (sender, events) = channel();
     let stream = running.submit(request(tokens(2, 5), 500), Box::new(Channel(sender))).expect("accepted");
     let next = || loop {
@@ -89,12 +90,14 @@ fn a_slow_disk_holds_up_nobody_else() {
     running.cancel(stream);
     drop(running);
     let running = engine_on(&disk, small);
+    disk.set_faults(slow);
     let (sender, _events) = channel();
     let id = running.submit(request(prompt, 8), Box::new(Channel(sender))).expect("accepted");
     wait_until("its prefix is being read", || running.status().cache.disk_loading == 1);
     running.cancel(id);
     wait_until("it is gone", || running.status().requests_total == 1);
     let status = running.status();
+    disk.set_faults(Faults::default());
     assert_eq!((status.cache.disk_loading, status.running, status.state_bytes_reserved), (0, 0, 0), "{status:?}");
 }
 

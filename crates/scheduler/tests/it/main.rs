@@ -29,7 +29,7 @@ fn limits() -> Limits {
         reserve_bytes: 0,
         narrowing_frees: [0; NARROWINGS],
         state_cost: StateCost { fixed_bytes: 1000, bytes_per_block: 100 },
-        replay_decoded: false,
+        two_classes: false,
     }
 }
 
@@ -42,7 +42,9 @@ struct World {
     scheduler: Scheduler,
     now_us: u64,
     wanted: BTreeMap<RequestId, usize>,
-    /// Number, lane, time it is done, time it takes.
+    /// Tokens of each, computed or not.
+    known: BTreeMap<RequestId, usize>,
+    /// Number, lane, time it is done, time it takes, whose it is.
     in_flight: Vec<(u64, Lane, u64, u64, Vec<RequestId>)>,
     first_token_us: BTreeMap<RequestId, u64>,
     gaps_us: Vec<u64>,
@@ -58,6 +60,7 @@ impl World {
             scheduler: Scheduler::new(limits),
             now_us: 0,
             wanted: BTreeMap::new(),
+            known: BTreeMap::new(),
             in_flight: Vec::new(),
             first_token_us: BTreeMap::new(),
             gaps_us: Vec::new(),
@@ -70,6 +73,7 @@ impl World {
     fn submit(&mut self, id: u64, tokens: usize, wanted: usize) {
         self.scheduler.submit(RequestId(id), new(tokens)).expect("taken");
         self.wanted.insert(RequestId(id), wanted);
+        self.known.insert(RequestId(id), tokens);
     }
 
     /// Plans what can be planned, then lets the earliest step finish. False if nothing is left to do.
@@ -126,8 +130,8 @@ impl World {
         self.now_us = self.now_us.max(done);
         let node_us = took / 20;
         self.scheduler.complete(number, self.now_us, took, node_us);
-        if lane == Lane::Decode {
-            for id in ids {
+        for id in ids {
+            if self.scheduler.num_computed_tokens(id) == self.known[&id] {
                 self.token(id);
             }
         }
@@ -147,6 +151,7 @@ impl World {
             self.scheduler.end(id);
         } else {
             self.scheduler.push_token(id);
+            *self.known.get_mut(&id).expect("submitted") += 1;
         }
     }
 }
@@ -154,13 +159,12 @@ impl World {
 #[test]
 fn chunks_end_at_multiples_of_the_step_also_after_a_hit() {
     let mut world = World::new(limits());
-    world.scheduler.submit(RequestId(1), new(1500)).expect("taken");
-    world.wanted.insert(RequestId(1), 1);
+    world.submit(1, 1500, 1);
     assert_eq!(world.scheduler.admit(), [RequestId(1)]);
     world.scheduler.attached(RequestId(1), 384);
     while world.advance() {}
     let edges: Vec<(usize, usize)> = world.chunks.iter().map(|(_, chunk)| (chunk.start, chunk.width)).collect();
-    assert_eq!(edges, [(384, 128), (512, 512), (1024, 475)], "the last token goes through the decode lane");
+    assert_eq!(edges, [(384, 128), (512, 512), (1024, 476)], "the last token goes with the last chunk");
     let rules: Vec<Rule> = world.chunks.iter().flat_map(|(_, c)| c.narrowed_by.iter().map(|n| n.rule)).collect();
     assert_eq!(rules, [Rule::Alignment, Rule::Remaining]);
     let narrowing = world.chunks[0].1.narrowed_by[0];
@@ -338,7 +342,7 @@ fn steps_are_narrowed_by_whole_tiles_then_by_halves() {
 #[test]
 fn what_was_decoded_before_a_preemption_is_decoded_again() {
     // Both prompts fit, and the second block of one of them.
-    let mut scheduler = Scheduler::new(Limits { replay_decoded: true, state_bytes: 2300, ..limits() });
+    let mut scheduler = Scheduler::new(Limits { two_classes: true, state_bytes: 2300, ..limits() });
     let [older, younger] = [RequestId(1), RequestId(2)];
     let step = |scheduler: &mut Scheduler, lane| {
         let plan = scheduler.plan(lane, 0);
@@ -412,7 +416,7 @@ fn memory_is_taken_from_the_reserve_then_from_steps() {
     scheduler.submit(RequestId(1), new(1024)).expect("taken");
     assert_eq!((scheduler.bytes_short(), scheduler.admit()), (0, vec![RequestId(1)]));
     scheduler.attached(RequestId(1), 0);
-    assert_eq!(widths(&mut scheduler), [(512, vec![]), (511, vec![Rule::Remaining])]);
+    assert_eq!(widths(&mut scheduler), [(512, vec![]), (512, vec![])]);
     // 1000 and 16 blocks do not, but while the first one runs that is nobody's trouble.
     scheduler.submit(RequestId(2), new(2047)).expect("taken");
     assert_eq!((scheduler.bytes_short(), scheduler.admit()), (0, vec![]));
@@ -423,7 +427,7 @@ fn memory_is_taken_from_the_reserve_then_from_steps() {
     assert_eq!(scheduler.admit(), [RequestId(2)]);
     scheduler.attached(RequestId(2), 0);
     let narrow = || (256, vec![Rule::Memory]);
-    let last = (254, vec![Rule::Memory, Rule::Remaining]);
+    let last = (255, vec![Rule::Memory, Rule::Remaining]);
     assert_eq!(widths(&mut scheduler), [vec![narrow(); 7], vec![last]].concat());
     assert!(scheduler.end(RequestId(2)));
     scheduler.submit(RequestId(3), new(1025)).expect("taken");
@@ -435,7 +439,7 @@ fn memory_is_taken_from_the_reserve_then_from_steps() {
 /// Steps in flight end as they are; then the state goes, and the sequence comes in again.
 #[test]
 fn what_is_not_trusted_is_computed_again() {
-    let mut scheduler = Scheduler::new(Limits { wavefront: 2, replay_decoded: true, ..limits() });
+    let mut scheduler = Scheduler::new(Limits { wavefront: 2, two_classes: true, ..limits() });
     let [prompt, stream] = [RequestId(1), RequestId(2)];
     scheduler.submit(stream, new(1)).expect("taken");
     scheduler.submit(prompt, new(3 * STEP)).expect("taken");
@@ -492,13 +496,16 @@ proptest! {
         cancel_after in 0usize..60,
         wavefront in 1usize..=3,
         frees in 0u64..3000,
+        two_classes: bool,
     ) {
         let narrowing_frees = [frees, frees * 3 / 2, frees * 7 / 4, frees * 15 / 8];
-        let mut world = World::new(Limits { state_bytes, max_running, wavefront, narrowing_frees, ..limits() });
+        let limits = Limits { state_bytes, max_running, wavefront, narrowing_frees, two_classes, ..limits() };
+        let mut world = World::new(limits);
         let mut taken = 0;
         for (id, (tokens, wanted)) in prompts.iter().enumerate() {
             if world.scheduler.submit(RequestId(id as u64), new(*tokens)).is_ok() {
                 world.wanted.insert(RequestId(id as u64), *wanted);
+                world.known.insert(RequestId(id as u64), *tokens);
                 taken += 1;
             }
         }
