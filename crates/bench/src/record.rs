@@ -79,8 +79,11 @@ pub struct Settings {
     /// Rounds at least, and at most while intervals are wide.
     pub rounds: usize,
     pub max_rounds: usize,
-    /// Prompts of each length in one process; their median is one sample.
+    /// Prompts of each length in one process; the median of all that were computed there is one sample.
     pub repeats: usize,
+    /// They are computed again until computing them took so long, but not in the regime `service`, where they would be kept.
+    #[serde(default)]
+    pub min_sample_ms: u64,
     pub geometry: Geometry,
     pub feature: Feature,
 }

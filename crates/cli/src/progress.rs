@@ -1,5 +1,6 @@
-//! Progress bars on standard error, silent when it is not a terminal.
+//! Progress on standard error: bars, which are silent when it is not a terminal, and steps, which are lines then.
 
+use std::io::IsTerminal;
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -24,6 +25,38 @@ pub(crate) fn tokens(message: &'static str, total: u64) -> ProgressBar {
 /// Steps of something that says what it does.
 pub(crate) fn steps(total: u64) -> ProgressBar {
     bar(total, "{msg} {wide_bar} {pos}/{len} {eta}")
+}
+
+/// Steps of minutes or hours, each of which says what it is: a bar, and lines in a log, where one wants to know how far it is too.
+pub(crate) struct Steps {
+    /// On a terminal.
+    bar: Option<ProgressBar>,
+    /// The last line.
+    said: String,
+}
+
+impl Steps {
+    pub(crate) fn new() -> Self {
+        Self { bar: std::io::stderr().is_terminal().then(|| steps(0)), said: String::new() }
+    }
+
+    /// `what` begins, with `done` of `of` behind it.
+    pub(crate) fn show(&mut self, done: usize, of: usize, what: &str) {
+        if let Some(bar) = &self.bar {
+            bar.set_length(of as u64);
+            bar.set_position(done as u64);
+            bar.set_message(what.to_owned());
+        } else if self.said != what {
+            eprintln!("{what} ({done} of {of} done)");
+            what.clone_into(&mut self.said);
+        }
+    }
+
+    pub(crate) fn end(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
 }
 
 /// Work of unknown length.

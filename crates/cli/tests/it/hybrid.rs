@@ -62,7 +62,20 @@ fn devices_and_plans_are_shown() {
 #[test]
 fn a_comparison_with_engines_is_hybrid() {
     let lengths = ["--prompt-lengths", "257,300", "--fit", "natural", "--tile", "128", "--chunk", "64"];
-    let few = ["--generate", "2", "--rounds", "3", "--max-rounds", "3", "--repeats", "1", "--json", "-"];
+    let few = [
+        "--generate",
+        "2",
+        "--rounds",
+        "3",
+        "--max-rounds",
+        "3",
+        "--repeats",
+        "1",
+        "--min-sample-ms",
+        "0",
+        "--json",
+        "-",
+    ];
     let engine = ["--npu", "soft:cores=1", "--require-engaged"];
     let record = troika(&[&["bench"][..], &lengths, &few, &engine].concat()).ok().json();
     let cells = record["experiments"][0]["cells"].as_array().expect("cells");

@@ -18,6 +18,15 @@ fn a_script_gets_a_prediction() {
     }
 }
 
+/// Acceptance test 16 on the virtual clock: a feature that has the wide chunks and nothing else gains exactly nothing.
+#[test]
+fn wide_chunks_alone_are_geometry() {
+    let record = troika(&["sim", "--prompt", "16385", "--plan", "off", "--json", "-"]).ok().json();
+    let rate = |arm: usize| record["arms"][arm]["prefill_tps"].as_f64().expect("a number");
+    assert!(rate(1) > 1.01 * rate(0), "B over A: {record}");
+    assert!(rate(2) == rate(1), "C over B: {record}");
+}
+
 #[test]
 fn a_person_reads_that_it_is_a_prediction() {
     let args = ["sim", "--prompt", "8193", "--plan", "off", "--place", "shared=whole,query=split:0.5+0.125"];

@@ -73,7 +73,19 @@ fn a_tuning_is_written_continued_and_used_for_what_it_holds() {
     troika(&["run", "x", "-n", "1", "--model", &model, "--threads", "1", "--tuning", &found]).fails(1, &["weights"]);
     troika(&["serve", "--port", "0", "--npu", "soft", "--tuning", &found]).fails(2, &["--tuning", "--npu"]);
     let compared = ["bench", "--prompt-lengths", "129", "--fit", "natural", "--rounds", "3", "--max-rounds", "3"];
-    let few = ["--repeats", "1", "--generate", "2", "--chunk", "64", "--tuning", &found, "--require-engaged"];
+    let few = [
+        "--repeats",
+        "1",
+        "--min-sample-ms",
+        "0",
+        "--generate",
+        "2",
+        "--chunk",
+        "64",
+        "--tuning",
+        &found,
+        "--require-engaged",
+    ];
     let table = troika(&[&compared[..], &few].concat()).ok().stdout;
     assert!(table.contains("hybrid as tuned, soft:cores=1") && table.contains("soft"), "{table}");
 }

@@ -108,9 +108,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         levels: Vec::new(),
     };
     let stop = stop_flag()?;
-    let bar = progress::steps(levels.len() as u64);
-    for traffic in &levels {
-        bar.set_message(traffic.label());
+    let mut steps = progress::Steps::new();
+    for (done, traffic) in levels.iter().enumerate() {
+        steps.show(done, levels.len(), &traffic.label());
         let measure = || {
             let server = Server::start(&launch)?;
             let prompt = opened.tokens.prompt(0, args.prompt_lengths[0] as usize)?;
@@ -132,9 +132,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
                 break;
             }
         }
-        bar.inc(1);
     }
-    bar.finish_and_clear();
+    steps.end();
     record.host_end = HostState::now();
     if let Some(path) = &args.json {
         write_json(path, &record)?;

@@ -6,7 +6,6 @@ use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
 use anyhow::{Context, Result, bail, ensure};
-use indicatif::ProgressBar;
 use troika_base::NumericClass;
 use troika_bench::arm::{Arm, Feature, Geometry};
 use troika_bench::corpus::Corpus;
@@ -62,6 +61,9 @@ pub(crate) struct Args {
     /// Prompts of each length in one process; their median is one sample.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     repeats: Option<u32>,
+    /// In the regime `lab`, they are computed again and again until that took so long: a sample of a few milliseconds is noise.
+    #[arg(long, default_value_t = 500, value_name = "MS", value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
+    min_sample_ms: u64,
     /// `lab`: one request at a time, nothing kept. `service`: two at a time, half of them with a kept prefix.
     #[arg(long, value_enum, default_value_t = RegimeArg::Lab)]
     regime: RegimeArg,
@@ -185,10 +187,10 @@ impl Defaults {
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let setup = setup(args)?;
     let stop = stop_flag()?;
-    let bar = progress::steps(0);
-    let mut tell = |progress: &run::Progress| show(&bar, progress);
+    let mut steps = progress::Steps::new();
+    let mut tell = |progress: &run::Progress| steps.show(progress.done, progress.of, &progress.what);
     let record = run::run(&setup, &stop, &mut tell)?;
-    bar.finish_and_clear();
+    steps.end();
     let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
     if let Some(path) = &args.json {
         write_json(path, &record)?;
@@ -221,12 +223,6 @@ fn code(args: &Args, record: &Record, interrupted: bool) -> Result<ExitCode> {
         bail!("--require-engaged: arm C may not be called hybrid: {states}");
     }
     Ok(ExitCode::SUCCESS)
-}
-
-fn show(bar: &ProgressBar, progress: &run::Progress) {
-    bar.set_length(progress.of as u64);
-    bar.set_position(progress.done as u64);
-    bar.set_message(progress.what.clone());
 }
 
 fn setup(args: &Args) -> Result<Setup> {
@@ -262,6 +258,7 @@ fn setup(args: &Args) -> Result<Setup> {
         rounds,
         max_rounds: args.max_rounds.map_or(rounds.max(defaults.max_rounds as usize), |max| max as usize),
         repeats: args.repeats.unwrap_or(defaults.repeats) as usize,
+        min_sample_ms: args.min_sample_ms,
         geometry,
         feature,
     };

@@ -129,12 +129,8 @@ impl SearchArgs {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let bar = progress::steps(0);
-    let mut tell = |progress: &Progress| {
-        bar.set_length(progress.of as u64);
-        bar.set_position(progress.done as u64);
-        bar.set_message(progress.step.clone());
-    };
+    let mut steps = progress::Steps::new();
+    let mut tell = |progress: &Progress| steps.show(progress.done, progress.of, &progress.step);
     let found = match (&args.simulate, &args.npu) {
         (Some(profile), _) => simulate(args, profile, &mut tell),
         (None, npu) => {
@@ -143,7 +139,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             measured::tune(args, npu.as_deref().unwrap_or_default(), geometry, &options, &mut tell)
         }
     };
-    bar.finish_and_clear();
+    steps.end();
     match found {
         Ok(file) => finish(&file, &args.output),
         Err(error) if matches!(error.downcast_ref(), Some(BenchError::Interrupted)) => {
