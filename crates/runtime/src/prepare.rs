@@ -439,8 +439,7 @@ impl Candidate {
     fn planned(self) -> PlannedProjection {
         let device = |instance: usize| DeviceId(1 + instance as u16);
         let shares = if self.turns {
-            let devices = (0..self.engine.len()).map(device).collect();
-            Shares::Turns { devices, procedure: Arc::clone(&self.engine[0]) }
+            Shares::turns(self.key, self.engine.len(), Arc::clone(&self.engine[0]))
         } else {
             let mut shares: Vec<(DeviceId, Arc<Procedure>)> = Vec::new();
             for (instance, procedure) in self.engine.into_iter().enumerate() {

@@ -199,6 +199,19 @@ fn padded_rows_are_no_tokens() {
     assert_eq!(continued[0].1, continued[1].1, "bytes of state");
 }
 
+/// A shared expert's tiles go to the instances in turn, and with one tile in a step each instance has every other layer's.
+#[test]
+fn instances_take_turns_from_layer_to_layer() {
+    let shared = BTreeMap::from([(Kind::SharedExpert, Placement::Whole)]);
+    for (instances, rows, want) in [(2, TILE, vec![3, 3]), (3, TILE, vec![2, 2, 2]), (2, 3 * TILE, vec![9, 9])] {
+        let mut runner = nano(Some((soft(instances), wish(shared.clone(), 0))));
+        let ledger = ledger_of(&mut runner, rows);
+        let device = |instance: usize| DeviceId(1 + instance as u16);
+        let parts = (0..instances).map(|instance| ledger.entry(Kind::SharedExpert, device(instance)).completed);
+        assert_eq!(parts.collect::<Vec<_>>(), want, "{instances} instances, {rows} rows, six layers");
+    }
+}
+
 #[test]
 fn acceptance_07_decode_is_a_bypass_and_no_fallback() {
     let mut runner = hybrid(0);
