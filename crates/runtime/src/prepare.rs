@@ -263,7 +263,9 @@ pub fn prepare(
     }
     progress(Stage::WarmingUp, total, total);
     let projections = candidates.into_iter().map(|candidate| (candidate.key, candidate.planned())).collect();
-    let arithmetic = if limits.repeatable { "int8 per channel, groups of 32".to_owned() } else { backend.version() };
+    // What a simulated engine computes may be wrong on purpose: nobody else's prompts begin with it.
+    let is_known = limits.repeatable && backend.simulated_ns().is_none();
+    let arithmetic = if is_known { "int8 per channel, groups of 32".to_owned() } else { backend.version() };
     let plan = Plan::new(options.tile, options.tail_threshold, projections, &arithmetic);
     let plan = if limits.repeatable { plan } else { plan.unrepeatable() };
     Prepared { devices, plan, records, banks: loaded, unavailable: None }
