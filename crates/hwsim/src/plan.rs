@@ -384,10 +384,7 @@ impl Cutter<'_> {
             let whole = procedure(key.to_string(), Body::SharedExpert { w1, w2, w3, limit: *limit });
             self.check_compiler(&whole)?;
             let bytes = whole.weight_bytes();
-            // A step of one tile would always meet the first: every other layer begins with another.
-            let first = layer_of(key) % instances;
-            let devices = (0..instances).map(|i| DeviceId(1 + ((first + i) % instances) as u16)).collect();
-            return Ok(Cut { shares: Shares::Turns { devices, procedure: whole }, bytes, without_cpu: None });
+            return Ok(Cut { shares: Shares::turns(key, instances, whole), bytes, without_cpu: None });
         }
         let cuts: Vec<Option<Channels>> =
             candidate.weights.iter().map(|weight| self.partition(weight.rows / candidate.groups, placement)).collect();
@@ -494,12 +491,5 @@ struct Channels {
 impl Channels {
     fn primary(out: usize, instances: usize) -> Self {
         Self { instances: vec![0..0; instances], cpu: 0..0, primary: 0..out }
-    }
-}
-
-fn layer_of(key: WeightKey) -> usize {
-    match key.scope {
-        troika_graph::Scope::Layer(layer) => usize::from(layer),
-        _ => 0,
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 use troika_device::Part;
 use troika_device::npu::{Body, Procedure};
-use troika_graph::{Kind, Node, Op, WeightKey};
+use troika_graph::{Kind, Node, Op, Scope, WeightKey};
 
 /// A device of the executor; an index into its list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -36,6 +36,19 @@ pub enum Shares {
     Channels(Vec<(DeviceId, Arc<Procedure>)>),
     /// Tiles go to the devices in turn; each can do the whole operation.
     Turns { devices: Vec<DeviceId>, procedure: Arc<Procedure> },
+}
+
+impl Shares {
+    /// Tiles of the projection `key` go to `instances` engines in turn. Each layer begins with another one, or a step of one
+    /// tile would leave all but the first idle.
+    pub fn turns(key: WeightKey, instances: usize, procedure: Arc<Procedure>) -> Self {
+        let first = match key.scope {
+            Scope::Layer(layer) => usize::from(layer),
+            Scope::Model | Scope::Stage(_) => 0,
+        };
+        let devices = (0..instances).map(|turn| DeviceId(1 + ((first + turn) % instances) as u16)).collect();
+        Self::Turns { devices, procedure }
+    }
 }
 
 /// A projection that engines take part in.

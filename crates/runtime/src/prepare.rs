@@ -263,7 +263,9 @@ pub fn prepare(
     }
     progress(Stage::WarmingUp, total, total);
     let projections = candidates.into_iter().map(|candidate| (candidate.key, candidate.planned())).collect();
-    let arithmetic = if limits.repeatable { "int8 per channel, groups of 32".to_owned() } else { backend.version() };
+    // What a simulated engine computes may be wrong on purpose: nobody else's prompts begin with it.
+    let is_known = limits.repeatable && backend.simulated_ns().is_none();
+    let arithmetic = if is_known { "int8 per channel, groups of 32".to_owned() } else { backend.version() };
     let plan = Plan::new(options.tile, options.tail_threshold, projections, &arithmetic);
     let plan = if limits.repeatable { plan } else { plan.unrepeatable() };
     Prepared { devices, plan, records, banks: loaded, unavailable: None }
@@ -439,8 +441,7 @@ impl Candidate {
     fn planned(self) -> PlannedProjection {
         let device = |instance: usize| DeviceId(1 + instance as u16);
         let shares = if self.turns {
-            let devices = (0..self.engine.len()).map(device).collect();
-            Shares::Turns { devices, procedure: Arc::clone(&self.engine[0]) }
+            Shares::turns(self.key, self.engine.len(), Arc::clone(&self.engine[0]))
         } else {
             let mut shares: Vec<(DeviceId, Arc<Procedure>)> = Vec::new();
             for (instance, procedure) in self.engine.into_iter().enumerate() {

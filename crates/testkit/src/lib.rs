@@ -10,8 +10,6 @@ pub mod disk;
 pub mod golden;
 #[cfg(feature = "engine")]
 pub mod hash_model;
-#[cfg(feature = "engine")]
-pub mod npu;
 mod safetensors;
 #[cfg(feature = "engine")]
 pub mod scripted;

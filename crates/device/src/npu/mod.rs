@@ -3,7 +3,7 @@
 //! An engine runs *procedures* ([`procedure`]) that were compiled at load for tiles of one row count. What differs between
 //! engines is behind [`NpuBackend`]; [`banks`] brings the compiled procedures onto them, `engine.rs` has the queue and the
 //! thread of each instance, [`soft`] the back end that computes on ordinary cores and is the reference for the others, [`ort`]
-//! the one for engines of other makers, [`cache`] keeps compiled procedures on disk.
+//! the one for engines of other makers, [`sim`] the one that fails on demand; [`cache`] keeps compiled procedures on disk.
 //!
 //! Must not know which operations a plan gives to an engine, nor why.
 
@@ -12,6 +12,7 @@ pub mod cache;
 mod engine;
 pub mod ort;
 pub mod procedure;
+pub mod sim;
 pub mod soft;
 
 use std::sync::Arc;
@@ -134,6 +135,12 @@ pub trait NpuBackend: Send + Sync {
     /// nothing.
     fn shares_weights(&self) -> bool {
         false
+    }
+
+    /// If it is no engine but a model of one: nanoseconds that each instance would have taken so far. No time that was measured
+    /// with it is an engine's.
+    fn simulated_ns(&self) -> Option<Vec<u64>> {
+        None
     }
 
     /// Called on the thread that drives an instance, before anything runs there.

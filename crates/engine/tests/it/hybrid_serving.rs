@@ -4,11 +4,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use troika_device::npu::sim::{Sim, SimFaults};
 use troika_device::npu::{Limits, NpuBackend};
 use troika_engine::api::Generator;
 use troika_engine::{DiskTier, Engine, EngineOptions, HybridOptions, Runner, StepRunner};
 use troika_kvstore::Store;
-use troika_testkit::npu::{FaultyNpu, NpuFaults};
 use troika_testkit::scratch_dir;
 
 use crate::cache::{CACHED, answer, record, request, tokens};
@@ -60,7 +60,7 @@ fn acceptance_13_what_was_decoded_is_kept_for_nobody() {
 fn rows_that_cannot_be_repeated_are_kept_for_nobody() {
     let backend = || {
         let limits = Limits { repeatable: false, ..soft(1).limits().clone() };
-        Arc::new(FaultyNpu::new(soft(1), NpuFaults::default()).with_limits(limits))
+        Arc::new(Sim::new(soft(1), SimFaults::default()).with_limits(limits))
     };
     let dir = scratch_dir();
     for dir in [None, Some(dir.path()), Some(dir.path())] {
@@ -86,7 +86,7 @@ fn acceptance_13_classes_share_nothing_on_disk() {
     let (without, cached) = ask(nano(None));
     assert_eq!(cached, 0, "the primary device's class sees nothing of the engines'");
     assert_ne!(with, without, "or this test shows nothing");
-    let corrupt = Arc::new(FaultyNpu::new(soft(1), NpuFaults { noise: 1e-3, ..NpuFaults::default() }));
+    let corrupt = Arc::new(Sim::new(soft(1), SimFaults { noise: 1e-3, ..SimFaults::default() }));
     let found = ask(hybrid_on(corrupt, BLOCK));
     assert_eq!(found, (without.clone(), 2 * BLOCK), "in quarantine the class is closed, and the primary's goes on");
     assert_eq!(ask(hybrid_on(soft(1), 2 * BLOCK)).1, 0, "another plan");

@@ -8,25 +8,23 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use troika_base::{RequestId, SequenceId};
+use troika_device::npu::sim::{Sim, SimFaults};
 use troika_device::npu::{Limits, NpuBackend};
 use troika_device::state::Packing;
 use troika_device::{SequenceState, StateShape};
 use troika_engine::api::{EngineStatus, Event, FinishReason, GenerateRequest, Generator, RequestRecord, Rule};
 use troika_engine::{
-    Chunk, Core, DiskTier, Engine, EngineOptions, FeatureState, HybridOptions, HybridStatus, Placement, Priority,
-    Runner, RunnerError, StepResult, StepRunner, Submission,
+    Chunk, Core, DiskTier, Engine, EngineOptions, HybridOptions, HybridStatus, Placement, Priority, Runner,
+    RunnerError, StepResult, StepRunner, Submission,
 };
 use troika_graph::Kind;
 use troika_kvstore::Store;
 use troika_runtime::{Fallback, Ticket};
-use troika_testkit::compare::assert_same_bits;
-use troika_testkit::npu::{FaultyNpu, NpuFaults};
 use troika_testkit::scratch_dir;
 
 use crate::cache::{CACHED, answer, record, request, tokens};
 use crate::hybrid::{TILE, assert_books_balance, everything, nano, soft, wish};
 use crate::serving::{Channel, wait_until};
-use crate::support::one_shot;
 
 /// A block of nano.
 const BLOCK: usize = 128;
@@ -34,19 +32,19 @@ const BLOCK: usize = 128;
 const LIMITS: EngineOptions = EngineOptions { max_context_tokens: 1 << 14, chunk_tokens: TILE, ..CACHED };
 const UNCACHED: EngineOptions = EngineOptions { cache_bytes: 0, ..LIMITS };
 
-fn faulty(faults: NpuFaults) -> Arc<FaultyNpu> {
-    Arc::new(FaultyNpu::new(soft(1), faults))
+fn faulty(faults: SimFaults) -> Arc<Sim> {
+    Arc::new(Sim::new(soft(1), faults))
 }
 
 /// Banks of a few hundred kilobytes that are copies of the weights, so that giving one up frees memory.
-fn copying() -> Arc<FaultyNpu> {
+fn copying() -> Arc<Sim> {
     let inner = soft(1);
     let limits = Limits { bank_bytes: 200_000, ..inner.limits().clone() };
-    let faults = NpuFaults { copies_weights: true, ..NpuFaults::default() };
-    Arc::new(FaultyNpu::new(inner, faults).with_limits(limits))
+    let faults = SimFaults { copies_weights: true, ..SimFaults::default() };
+    Arc::new(Sim::new(inner, faults).with_limits(limits))
 }
 
-fn on(backend: &Arc<FaultyNpu>, placements: BTreeMap<Kind, Placement>) -> Runner {
+fn on(backend: &Arc<Sim>, placements: BTreeMap<Kind, Placement>) -> Runner {
     nano(Some((Arc::clone(backend) as Arc<dyn NpuBackend>, wish(placements, 0))))
 }
 
@@ -59,7 +57,7 @@ fn hybrid(engine: &Engine) -> HybridStatus {
 }
 
 /// Limits that leave `state_bytes` for sequences beside what engines hold and steps of a tile.
-fn limited(backend: &Arc<FaultyNpu>, state_bytes: u64) -> EngineOptions {
+fn limited(backend: &Arc<Sim>, state_bytes: u64) -> EngineOptions {
     let runner = on(backend, everything());
     let engines = runner.engine_bytes().0;
     let roomy = EngineOptions { memory_bytes: 1 << 40, ..UNCACHED };
@@ -147,7 +145,7 @@ fn acceptance_12_a_tile_is_worth_more_than_banks() {
 /// An engine that shares its weights with the primary device has nothing to give up: then steps are narrower, and say why.
 #[test]
 fn what_frees_nothing_is_not_given_up() {
-    let backend = faulty(NpuFaults::default());
+    let backend = faulty(SimFaults::default());
     let runner = on(&backend, everything());
     let shape = runner.state_shape().clone();
     let (block, fixed) = (shape.bytes_per_block(), shape.fixed_bytes());
@@ -174,14 +172,14 @@ fn with_disk(runner: Runner, limits: EngineOptions, dir: &Path) -> Engine {
 #[test]
 fn acceptance_13_and_18_the_class_is_closed_at_once_and_stays_so() {
     let dir = scratch_dir();
-    let healthy = Engine::start(on(&faulty(NpuFaults::default()), everything()), UNCACHED).expect("starts");
+    let healthy = Engine::start(on(&faulty(SimFaults::default()), everything()), UNCACHED).expect("starts");
     let ask = |engine: &Engine, seed| {
         let prompt = request(tokens(seed, 3 * BLOCK), 8);
         let (said, usage) = answer(engine, prompt.clone());
         assert_eq!(said, answer(&healthy, prompt).0, "prompt {seed}");
         usage.cached_tokens
     };
-    let backend = faulty(NpuFaults { noise: 1e-3, noise_from: Some(0), ..NpuFaults::default() });
+    let backend = faulty(SimFaults { noise: 1e-3, noise_from: Some(0), ..SimFaults::default() });
     let mut runner = on(&backend, everything());
     runner.check_engines_every(7);
     let engine = with_disk(runner, LIMITS, dir.path());
@@ -191,7 +189,7 @@ fn acceptance_13_and_18_the_class_is_closed_at_once_and_stays_so() {
     assert_eq!(ask(&engine, 3), 0);
     let status = hybrid(&engine);
     assert!(
-        status.state.starts_with("quarantined(faulty0: ") && status.state.contains(" instead of "),
+        status.state.starts_with("quarantined(sim0: ") && status.state.contains(" instead of "),
         "{}",
         status.state
     );
@@ -208,7 +206,7 @@ fn acceptance_13_and_18_the_class_is_closed_at_once_and_stays_so() {
     drop(engine);
 
     // After a restart the engine is tried again; what was stored before the closing stays closed.
-    let engine = with_disk(on(&faulty(NpuFaults::default()), everything()), LIMITS, dir.path());
+    let engine = with_disk(on(&faulty(SimFaults::default()), everything()), LIMITS, dir.path());
     assert_eq!([ask(&engine, 1), ask(&engine, 2), ask(&engine, 4)], [2 * BLOCK, 0, 2 * BLOCK]);
     assert_eq!((hybrid(&engine).state.as_str(), engine.status().cache.closed), ("engaged", 1));
 }
@@ -218,12 +216,12 @@ fn acceptance_13_and_18_the_class_is_closed_at_once_and_stays_so() {
 #[test]
 fn requests_in_flight_survive_a_quarantine() {
     for (wavefront, cache_bytes) in [(1, 0), (2, 1 << 30), (3, 0)] {
-        let backend = faulty(NpuFaults { noise: 1e-3, noise_from: Some(0), ..NpuFaults::default() });
+        let backend = faulty(SimFaults { noise: 1e-3, noise_from: Some(0), ..SimFaults::default() });
         let mut runner = on(&backend, everything());
         runner.check_engines_every(5);
         let options = EngineOptions { wavefront, cache_bytes, ..LIMITS };
         let engine = Engine::start(runner, options).expect("starts");
-        let healthy = Engine::start(on(&faulty(NpuFaults::default()), everything()), UNCACHED).expect("starts");
+        let healthy = Engine::start(on(&faulty(SimFaults::default()), everything()), UNCACHED).expect("starts");
         let (streaming, prompt) = (request(tokens(1, 2 * TILE + 9), 120), request(tokens(2, 9 * TILE), 8));
         let (events, records) = listen(&engine, streaming.clone());
         let mut said = Vec::new();
@@ -283,43 +281,18 @@ fn answer_and_record(engine: &Engine, request: GenerateRequest) -> (Vec<u32>, Re
     (said, records.recv_timeout(Duration::from_secs(60)).expect("it ends"))
 }
 
-/// What checks find, they also put right, if they look at everything; and what they cost is in the ledger.
-#[test]
-fn checks_are_counted_and_catch_the_first_wrong_part() {
-    let tokens = crate::hybrid::tokens(3 * TILE + 5);
-    let mut runner = on(&faulty(NpuFaults::default()), everything());
-    runner.check_engines_every(5);
-    let want = one_shot(&mut runner, &tokens, tokens.len());
-    let operations = runner.totals().total_operations();
-    // With one instance every operation is one part of the engine.
-    assert_eq!((operations.checks, operations.failed_checks), (operations.dispatched() / 5, 0));
-    assert!(operations.check_ns > 0 && operations.checks > 10, "{operations:?}");
-    let backend = faulty(NpuFaults { noise: 1e-6, noise_from: Some(20), ..NpuFaults::default() });
-    let mut runner = on(&backend, everything());
-    runner.check_engines_every(1);
-    backend.arm();
-    assert_same_bits("put right", &one_shot(&mut runner, &tokens, tokens.len()), &want);
-    let FeatureState::Quarantined { reason } = runner.feature() else { panic!("{}", runner.feature()) };
-    assert!(reason.starts_with("faulty0: "), "{reason}");
-    let operations = runner.totals().total_operations();
-    assert_eq!((operations.checks, operations.failed_checks, operations.runtime_failures), (21, 1, 0));
-    assert!(operations.fallbacks[&Fallback::Quarantined] > 0 && operations.dispatched() < operations.planned);
-    assert_books_balance(&operations);
-    assert_same_bits("afterwards", &one_shot(&mut runner, &tokens, tokens.len()), &want);
-}
-
 /// Whichever dispatch of a request fails, with one, two or three chunks in flight: the answer is the same.
 #[test]
 fn acceptance_09_a_failure_at_every_dispatch_of_a_request() {
     let prompt = request(tokens(7, 3 * TILE + 1), 2);
-    let healthy = faulty(NpuFaults::default());
+    let healthy = faulty(SimFaults::default());
     let runner = on(&healthy, few());
     healthy.arm();
     let want = answer(&Engine::start(runner, UNCACHED).expect("starts"), prompt.clone()).0;
     let dispatches = healthy.num_runs();
     assert_eq!(dispatches, 3 * 12, "three tiles of two projections in six layers");
     for failing in 0..dispatches {
-        let backend = faulty(NpuFaults { failing_run: Some(failing), ..NpuFaults::default() });
+        let backend = faulty(SimFaults { failing_run: Some(failing), ..SimFaults::default() });
         let runner = on(&backend, few());
         let wavefront = 1 + failing as usize % 3;
         let engine = Engine::start(runner, EngineOptions { wavefront, ..UNCACHED }).expect("starts");
@@ -387,7 +360,7 @@ fn acceptance_20_a_thousand_cancelled_requests_leave_nothing_behind() {
 /// A chunk that begins where a kept prefix ends is as short as it takes to be at an edge again, and says so.
 #[test]
 fn a_hit_between_edges_is_labelled() {
-    let backend = faulty(NpuFaults::default());
+    let backend = faulty(SimFaults::default());
     let wide = HybridOptions { tile: 2 * BLOCK, ..wish(few(), 0) };
     let runner = nano(Some((backend as Arc<dyn NpuBackend>, wide)));
     let engine = Engine::start(runner, EngineOptions { chunk_tokens: 2 * BLOCK, ..LIMITS }).expect("starts");
@@ -509,7 +482,7 @@ impl StepRunner for Timed {
 fn acceptance_11_tiles_or_contention_beside_a_stream() {
     for (max_itl_ms, width) in [(40, TILE), (10, TILE / 2)] {
         let options = EngineOptions { max_itl: Duration::from_millis(max_itl_ms), ..UNCACHED };
-        let inner = on(&faulty(NpuFaults::default()), few());
+        let inner = on(&faulty(SimFaults::default()), few());
         let timed = Timed { inner, now_us: 0, in_flight: Vec::new(), results: BTreeMap::new() };
         let mut core = Core::new(timed, &options, Arc::new(Mutex::new(EngineStatus::default())));
         let submit = |core: &mut Core<Timed>, id: u64, prompt: usize, max_new_tokens: usize| {

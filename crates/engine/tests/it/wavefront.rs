@@ -1,17 +1,14 @@
 //! Several prefill steps in flight: the bits of one after another, whoever computes, fails or is cancelled.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use troika_base::{NumericClass, SequenceId};
-use troika_device::npu::NpuBackend;
 use troika_device::state::Snapshot;
 use troika_engine::api::{Event, FinishReason, GenerateRequest, Generator};
 use troika_engine::{Chunk, Engine, EngineOptions, Priority, Runner, RunnerError, StepRunner, WantLogits};
 use troika_graph::{Acceptance, Scope};
 use troika_runtime::Ticket;
 use troika_testkit::compare::assert_same_bits;
-use troika_testkit::npu::{FaultyNpu, NpuFaults};
 
 use crate::cache::CACHED;
 use crate::hybrid::{TILE, assert_books_balance, everything, nano, soft, tokens, wish};
@@ -20,7 +17,7 @@ use crate::support::{open, options_for};
 
 /// Logits of all rows of some sequences, and their states, from steps of at most `depth` in flight. Each step has the next
 /// chunk of each sequence named.
-fn feed_wave(
+pub(crate) fn feed_wave(
     runner: &mut Runner,
     prompts: &[Vec<u32>],
     steps: &[(&[usize], usize)],
@@ -65,7 +62,7 @@ fn feed_wave(
 }
 
 /// Chunks of one prompt, of several, and of both in one step.
-fn assert_depth_changes_nothing(what: &str, runner: &mut Runner, width: usize) {
+pub(crate) fn assert_depth_changes_nothing(what: &str, runner: &mut Runner, width: usize) {
     let prompts: Vec<Vec<u32>> =
         (0..2).map(|i| tokens(8 * width).into_iter().map(|token| token % 383 + i).collect()).collect();
     let (first, second, both) = (&[0][..], &[1][..], &[0, 1][..]);
@@ -90,36 +87,6 @@ fn steps_in_flight_have_the_bits_of_steps_one_after_another() {
         assert_depth_changes_nothing(&format!("tiny, {class}"), &mut runner, 24);
     }
     assert_depth_changes_nothing("nano", &mut nano(None), TILE);
-}
-
-#[test]
-fn engines_may_work_on_several_steps() {
-    for instances in [1, 2] {
-        let mut runner = nano(Some((soft(instances), wish(everything(), 0))));
-        assert_depth_changes_nothing(&format!("{instances} instances"), &mut runner, TILE);
-        let operations = runner.totals().total_operations();
-        assert!(operations.planned > 0 && operations.planned == operations.dispatched());
-        assert_books_balance(&operations);
-    }
-}
-
-/// Whichever run fails, of whichever step in flight.
-#[test]
-fn a_failed_run_among_several_steps_costs_no_result() {
-    let prompt = vec![tokens(4 * TILE)];
-    let steps = [(&[0][..], TILE); 4];
-    let want = feed_wave(&mut nano(Some((soft(1), wish(everything(), 0)))), &prompt, &steps, 1);
-    for failing in [0, 41, 60, 100, 150] {
-        let faults = NpuFaults { failing_run: Some(failing), ..NpuFaults::default() };
-        let backend = Arc::new(FaultyNpu::new(soft(1), faults));
-        let mut runner = nano(Some((Arc::clone(&backend) as Arc<dyn NpuBackend>, wish(everything(), 0))));
-        backend.arm();
-        let got = feed_wave(&mut runner, &prompt, &steps, 3);
-        assert_same_bits(&format!("run {failing} failed"), &got[0].0, &want[0].0);
-        let operations = runner.totals().total_operations();
-        assert_eq!((operations.runtime_failures, runner.executor().latched().len()), (1, 1));
-        assert_books_balance(&operations);
-    }
 }
 
 /// What builds on a failed step fails with it, whatever was done of it; others go on.
