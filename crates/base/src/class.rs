@@ -37,6 +37,11 @@ impl NumericClass {
     pub fn has_integer_products(self) -> bool {
         matches!(self, Self::Fast | Self::FastFp8Exact)
     }
+
+    /// Whether attention and index scores round queries and what a sequence has kept.
+    pub fn rounds_rows(self) -> bool {
+        self == Self::Fast
+    }
 }
 
 impl fmt::Display for NumericClass {

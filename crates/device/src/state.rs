@@ -2,16 +2,22 @@
 //!
 //! Writes are *staged*: nodes append rows and later nodes see them at once; [`SequenceState::commit`] keeps those of the
 //! accepted tokens, [`SequenceState::roll_back`] takes the rest back. Nothing here computes rows; see [`crate::cpu`].
+//!
+//! Class `fast` multiplies rounded rows. Their codes are kept beside the rows they are made from ([`Window::codes`],
+//! [`Rows::codes`], [`Rows::key_codes`]), up to a row that only rounding raises and whatever drops rows lowers. They are derived:
+//! no store, snapshot or other sequence has them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use troika_graph::Scope;
-use troika_kernels::RowList;
+use troika_kernels::{CodedKeys, CodedRows, Ctx, KeyCodes, RowCodes, RowList};
 
 mod blocks;
 mod packed;
+#[cfg(test)]
+mod rounding;
 
 use blocks::Lane;
 pub use blocks::{AttachError, BlockRows, Boundary};
@@ -53,6 +59,8 @@ impl PoolShape {
 pub struct StateShape {
     /// One entry per trunk layer and drafter stage.
     pub layers: BTreeMap<Scope, LayerShape>,
+    /// Whether rounded rows are kept beside the rows.
+    pub rounded: bool,
 }
 
 impl StateShape {
@@ -64,13 +72,27 @@ impl StateShape {
 
     /// Most bytes that a sequence holds whatever its length, but for rows of the step in flight.
     pub fn fixed_bytes(&self) -> u64 {
-        let floats = self.layers.values().map(|layer| {
-            let pools = [layer.compressed, layer.index].into_iter().flatten();
+        let bytes = self.layers.values().map(|layer| {
+            let pools = [layer.compressed, layer.index].into_iter().enumerate();
             // Windows and tails are trimmed only after as much again has come in; the piece begun is reserve.
-            let pools: usize = pools.map(|p| 2 * 2 * p.ratio * p.width() + Rows::PIECE * p.dim).sum();
-            2 * layer.window * layer.head_dim + pools
+            let pools = pools.filter_map(|(part, pool)| {
+                let pool = pool?;
+                Some(2 * 2 * pool.ratio * pool.width() * 4 + Rows::PIECE * self.row_bytes(part, pool.dim))
+            });
+            let codes = if self.rounded { 2 * Rows::PIECE * RowCodes::row_bytes(layer.head_dim) } else { 0 };
+            2 * layer.window * self.row_bytes(0, layer.head_dim) + codes + pools.sum::<usize>()
         });
-        floats.sum::<usize>() as u64 * 4
+        bytes.sum::<usize>() as u64
+    }
+
+    /// Bytes of a row in memory, of attention (part 0) or of the index: numbers and codes.
+    fn row_bytes(&self, part: usize, dim: usize) -> usize {
+        let codes = match (self.rounded, part) {
+            (false, _) => 0,
+            (true, 0) => RowCodes::row_bytes(dim),
+            (true, _) => KeyCodes::key_bytes(dim),
+        };
+        4 * dim + codes
     }
 
     /// Bytes of the file of a boundary far from the start: windows and overlap lanes of the trunk.
@@ -84,11 +106,18 @@ impl StateShape {
         bytes.sum::<usize>() as u64
     }
 
-    /// Bytes of the append-only rows of [`Self::block_tokens`] tokens.
+    /// Bytes of the append-only rows of [`Self::block_tokens`] tokens: what a kept block holds.
+    pub fn kept_bytes_per_block(&self) -> u64 {
+        Self { rounded: false, layers: self.layers.clone() }.bytes_per_block()
+    }
+
+    /// Bytes that a sequence holds for every [`Self::block_tokens`] tokens: append-only rows, and their codes.
     pub fn bytes_per_block(&self) -> u64 {
         let block = self.block_tokens();
-        let pools = self.layers.values().flat_map(|layer| [layer.compressed, layer.index]).flatten();
-        pools.map(|pool| (block / pool.ratio * pool.dim * 4) as u64).sum()
+        let parts = self.layers.values().flat_map(|layer| [layer.compressed, layer.index].into_iter().enumerate());
+        let bytes =
+            parts.filter_map(|(part, pool)| pool.map(|pool| block / pool.ratio * self.row_bytes(part, pool.dim)));
+        bytes.sum::<usize>() as u64
     }
 }
 
@@ -107,6 +136,16 @@ pub struct Rows {
     dim: usize,
     len: usize,
     pieces: Vec<Arc<Vec<f32>>>,
+    codes: Codes,
+}
+
+/// The first rows, rounded. Rows are only appended or dropped from the end, so codes are of what is there as long as there are no
+/// more of them than rows.
+#[derive(Clone, Debug)]
+enum Codes {
+    None,
+    Rows(RowCodes),
+    Keys(KeyCodes),
 }
 
 impl Rows {
@@ -115,7 +154,7 @@ impl Rows {
 
     /// No rows.
     pub fn new(dim: usize) -> Self {
-        Self { dim, len: 0, pieces: Vec::new() }
+        Self { dim, len: 0, pieces: Vec::new(), codes: Codes::None }
     }
 
     /// Rows.
@@ -142,6 +181,36 @@ impl Rows {
     /// The rows in order.
     pub fn list(&self) -> RowList<'_> {
         RowList::shared(self.dim, &self.pieces)
+    }
+
+    /// The rows rounded for attention; those that were not yet are rounded now.
+    ///
+    /// # Panics
+    ///
+    /// If they have been rounded as keys.
+    pub fn codes(&mut self, ctx: Ctx) -> CodedRows<'_> {
+        if matches!(self.codes, Codes::None) {
+            self.codes = Codes::Rows(RowCodes::new(self.dim));
+        }
+        let Codes::Rows(codes) = &mut self.codes else { panic!("keys of an index are no rows of attention") };
+        let (rows, done) = (RowList::shared(self.dim, &self.pieces), codes.len());
+        codes.extend(ctx, self.len - done, |i| rows.row(done + i));
+        codes.rows(0..self.len)
+    }
+
+    /// The rows rounded as keys of an index; those that were not yet are rounded now.
+    ///
+    /// # Panics
+    ///
+    /// If they have been rounded for attention.
+    pub fn key_codes(&mut self, ctx: Ctx) -> CodedKeys<'_> {
+        if matches!(self.codes, Codes::None) {
+            self.codes = Codes::Keys(KeyCodes::new(self.dim));
+        }
+        let Codes::Keys(codes) = &mut self.codes else { panic!("rows of attention are no keys of an index") };
+        let (rows, done) = (RowList::shared(self.dim, &self.pieces), codes.len());
+        codes.extend(ctx, self.len - done, |i| rows.row(done + i));
+        codes.keys()
     }
 
     /// Appends a row.
@@ -187,10 +256,20 @@ impl Rows {
             Arc::make_mut(last).truncate((len - (len - 1) / Self::PIECE * Self::PIECE) * self.dim);
         }
         self.len = len;
+        match &mut self.codes {
+            Codes::None => {}
+            Codes::Rows(codes) => codes.truncate(len),
+            Codes::Keys(codes) => codes.truncate(len),
+        }
     }
 
     fn bytes(&self) -> u64 {
-        (self.pieces.len() * Self::PIECE * self.dim * 4) as u64
+        let codes = match &self.codes {
+            Codes::None => 0,
+            Codes::Rows(codes) => codes.bytes(),
+            Codes::Keys(codes) => codes.bytes(),
+        };
+        (self.pieces.len() * Self::PIECE * self.dim * 4 + codes) as u64
     }
 }
 
@@ -202,11 +281,21 @@ pub struct Window {
     /// Position of the first row kept.
     first: usize,
     rows: Vec<f32>,
+    /// The first of these rows, rounded.
+    codes: RowCodes,
 }
 
 impl Window {
     fn new(dim: usize, capacity: usize) -> Self {
-        Self { dim, capacity, first: 0, rows: Vec::new() }
+        Self { dim, capacity, first: 0, rows: Vec::new(), codes: RowCodes::new(dim) }
+    }
+
+    /// Has `rows` instead, the first of which belongs to `position`.
+    fn replace(&mut self, position: usize, rows: &[f32]) {
+        self.codes.truncate(0);
+        self.rows.clear();
+        self.rows.extend_from_slice(rows);
+        self.first = position;
     }
 
     /// Position after the last row.
@@ -233,10 +322,25 @@ impl Window {
     pub fn append(&mut self, position: usize, rows: &[f32]) {
         assert!(rows.len().is_multiple_of(self.dim), "whole rows");
         if position != self.end() {
-            self.rows.clear();
-            self.first = position;
+            return self.replace(position, rows);
         }
         self.rows.extend_from_slice(rows);
+    }
+
+    /// The rows of `positions`, rounded; all that were not yet are rounded now.
+    ///
+    /// # Panics
+    ///
+    /// If one is not kept.
+    pub fn codes(&mut self, ctx: Ctx, positions: Range<usize>) -> CodedRows<'_> {
+        if positions.is_empty() {
+            return CodedRows::none(self.dim);
+        }
+        let (dim, done, first) = (self.dim, self.codes.len(), self.first);
+        assert!(positions.start >= first, "row {} left the window, which starts at {first}", positions.start);
+        let new = &self.rows[done * dim..];
+        self.codes.extend(ctx, new.len() / dim, |i| &new[i * dim..(i + 1) * dim]);
+        self.codes.rows(positions.start - first..positions.end - first)
     }
 
     /// The rows of `positions`, `[n, dim]`.
@@ -255,7 +359,9 @@ impl Window {
 
     /// Drops rows at and after `end`.
     fn truncate(&mut self, end: usize) {
-        self.rows.truncate(end.saturating_sub(self.first) * self.dim);
+        let len = end.saturating_sub(self.first);
+        self.rows.truncate(len * self.dim);
+        self.codes.truncate(len);
     }
 
     /// Drops rows that nobody at or after `end` can see. Moving what stays is put off until as much would go.
@@ -264,6 +370,7 @@ impl Window {
         let drop = unseen.saturating_sub(self.first);
         if drop >= self.capacity {
             self.rows.drain(..drop * self.dim);
+            self.codes.drop_first(drop);
             self.first = unseen;
         }
     }
@@ -397,7 +504,7 @@ impl LayerState {
         let pools = [&self.compressed, &self.index].into_iter().flatten();
         let pools: u64 =
             pools.map(|p| p.rows.bytes() + (p.tail_kv.capacity() + p.tail_gate.capacity()) as u64 * 4).sum();
-        self.window.rows.capacity() as u64 * 4 + pools
+        (self.window.rows.capacity() * 4 + self.window.codes.bytes()) as u64 + pools
     }
 }
 
@@ -544,8 +651,7 @@ impl LayerSnapshot {
     }
 
     fn write_to(&self, layer: &mut LayerState, len: usize) {
-        layer.window.first = len - self.window.len() / layer.window.dim;
-        layer.window.rows.clone_from(&self.window);
+        layer.window.replace(len - self.window.len() / layer.window.dim, &self.window);
         for (pool, saved) in [(&mut layer.compressed, &self.compressed), (&mut layer.index, &self.index)] {
             assert_eq!(pool.is_some(), saved.is_some(), "the snapshot is of another layer kind");
             if let (Some(pool), Some(saved)) = (pool, saved) {
@@ -624,7 +730,7 @@ mod tests {
     fn shape() -> StateShape {
         let pool = |dim| Some(PoolShape { ratio: 4, dim, overlap: true });
         let layer = LayerShape { head_dim: 2, window: 3, compressed: pool(2), index: None };
-        StateShape { layers: BTreeMap::from([(Scope::Layer(0), layer)]) }
+        StateShape { layers: BTreeMap::from([(Scope::Layer(0), layer)]), rounded: false }
     }
 
     /// Appends tokens whose values are their positions, as the append and compress nodes would.

@@ -374,6 +374,8 @@ pub struct EngineStatus {
     pub state_bytes_limit: u64,
     /// Bytes that the state grows by with each block of tokens.
     pub state_bytes_per_block: u64,
+    /// Bytes of a block of kept prefixes, which has no rounded rows.
+    pub kept_bytes_per_block: u64,
     /// Bytes set aside for the values of the largest steps.
     pub step_bytes: u64,
     /// Seconds after which a request that is refused now may be tried again.

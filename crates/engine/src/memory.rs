@@ -68,7 +68,7 @@ impl ModelMemory {
                 *copied.entry(WeightClass::of(key)).or_default() += memory.copied_bytes;
             }
         }
-        let shape = state_shape(config, &facts);
+        let shape = state_shape(config, &facts, settings.class);
         let emitter = Emitter::new(config.clone(), facts);
         let values = |rows, logit_rows| step_bytes(&emitter, settings.class, false, rows, logit_rows);
         let block = shape.block_tokens();
@@ -119,7 +119,7 @@ impl Windows {
 }
 
 /// What kernels keep for the next call: rows of routed experts, rounded rows of the widest product, for products in `f32` the rows
-/// of a task, packed by each thread, and what attention and index round of the sequence they work on.
+/// of a task, packed by each thread, and scores of the sequence they work on.
 fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
     /// Most rows (token and expert) that routed experts compute together: of integer products, of others.
     const BATCH: [usize; 2] = [1024, 512];
@@ -149,29 +149,13 @@ fn scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> u64 {
     (bytes + sequence_scratch_bytes(config, settings)) as u64
 }
 
-/// The part of that which grows with a sequence: its rows rounded to two bytes and its index keys rounded to one, once for a
-/// layer and chunk, and the scores of keys, four queries for each thread.
+/// The part of that which grows with a sequence: the scores of index keys, four queries for each thread.
 fn sequence_scratch_bytes(config: &ModelConfig, settings: &MemorySettings) -> usize {
-    /// More rows than this for each token of a chunk are rounded for each query, those alone that it sees.
-    const SHARED: usize = 64;
     /// Numbers of four bytes that each thread keeps of a key: scores of four queries, ranks, numbers and ranks of the close ones.
     const PER_KEY: usize = 7;
     /// Tokens of a compressed row in layers that choose among them.
     const CSA_RATIO: usize = 4;
-    let kinds = (0..config.num_hidden_layers).map(|layer| config.layer_kind(layer));
-    let ratio = |kind| match kind {
-        LayerKind::Swa => None,
-        LayerKind::Csa => Some(CSA_RATIO),
-        LayerKind::Hca { ratio } => Some(ratio),
-    };
-    let far = kinds.clone().filter_map(ratio).map(|ratio| settings.tokens / ratio).max().unwrap_or(0);
-    let keys = if kinds.clone().any(|kind| kind == LayerKind::Csa) { settings.tokens / CSA_RATIO } else { 0 };
-    let keys = if keys > config.index_topk { keys } else { 0 };
-    let scores = settings.threads * keys * PER_KEY * 4;
-    if settings.class != NumericClass::Fast {
-        return scores;
-    }
-    let chunk = settings.chunk_tokens.min(settings.tokens);
-    let rows = (config.sliding_window + chunk + far).min(SHARED * chunk);
-    rows * 2 * config.head_dim + keys * config.index_head_dim + scores
+    let chooses = (0..config.num_hidden_layers).any(|layer| config.layer_kind(layer) == LayerKind::Csa);
+    let keys = if chooses { settings.tokens / CSA_RATIO } else { 0 };
+    if keys > config.index_topk { settings.threads * keys * PER_KEY * 4 } else { 0 }
 }

@@ -247,7 +247,7 @@ impl Runner {
         }
         let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
         device.load(weights)?;
-        let shape = state_shape(&config, &facts);
+        let shape = state_shape(&config, &facts, options.class);
         let emitter = Emitter::new(config, facts);
         let backend = engines.as_ref().map(|engines| Arc::clone(&engines.backend));
         let (executor, records) = start_executor(&device, &emitter, weights, options.class, engines);
@@ -800,7 +800,7 @@ pub(crate) fn step_bytes(
 }
 
 /// What each layer keeps per sequence (model spec 11.1).
-pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShape {
+pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts, class: NumericClass) -> StateShape {
     let window_only =
         LayerShape { head_dim: config.head_dim, window: config.sliding_window, compressed: None, index: None };
     let pool = |ratio, dim, overlap| Some(PoolShape { ratio, dim, overlap });
@@ -817,5 +817,5 @@ pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts) -> StateShap
         (Scope::Layer(layer as u16), shape)
     });
     let stages = (0..facts.num_stages).map(|stage| (Scope::Stage(stage as u16), window_only));
-    StateShape { layers: trunk.chain(stages).collect() }
+    StateShape { layers: trunk.chain(stages).collect(), rounded: class.rounds_rows() }
 }

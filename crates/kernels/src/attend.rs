@@ -17,6 +17,7 @@ mod avx512;
 mod rounded;
 mod scalar;
 
+pub use crate::int16::{CodedRows, RowCodes};
 pub use rounded::{Far, Rows, Seen, attend_rounded};
 
 use std::array;

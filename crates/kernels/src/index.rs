@@ -12,15 +12,15 @@ mod vnni;
 
 use std::array;
 use std::cmp::Ordering;
-use std::ops::Range;
 
 use crate::heads::{LANES, pack, padded, panels, products};
 use crate::level::compiled_per_level;
 use crate::math::{max_nan, mul_add};
 use crate::parallel::{Disjoint, for_each_row, run_tasks};
 use crate::scratch::Scratch;
-use crate::{CpuLevel, Ctx, RowList, Serial};
-use rounded::{PANEL, RoundedKeys, RoundedQuery};
+use crate::{CpuLevel, Ctx, RowList};
+pub use rounded::{CodedKeys, KeyCodes};
+use rounded::{PANEL, RoundedQuery};
 
 /// Keys scored together. A multiple of the rows of a tile, 6 or 12.
 const BLOCK: usize = 60;
@@ -39,15 +39,32 @@ pub struct Index<'a> {
     /// Factor of the head weights: `1 / √(Hi · di)`.
     pub scale: f32,
     /// Rows of `di` numbers, oldest first.
-    pub keys: RowList<'a>,
-    /// Whether keys and queries are rounded to eight bits, with one scale for each key and each head.
-    pub rounded: bool,
+    pub keys: Keys<'a>,
 }
 
-impl Index<'_> {
+/// The keys in the form in which they are multiplied.
+#[derive(Clone, Copy, Debug)]
+pub enum Keys<'a> {
+    /// Scores are computed in `f32`.
+    Plain(RowList<'a>),
+    /// Queries are rounded as the keys are: to eight bits, with one scale for each key and each head.
+    Rounded(CodedKeys<'a>),
+}
+
+impl Keys<'_> {
+    fn width(&self) -> usize {
+        match self {
+            Self::Plain(keys) => keys.width(),
+            Self::Rounded(keys) => keys.width(),
+        }
+    }
+
     /// Keys scored together.
     fn block(&self) -> usize {
-        if self.rounded { 2 * PANEL } else { BLOCK }
+        match self {
+            Self::Plain(_) => BLOCK,
+            Self::Rounded(_) => 2 * PANEL,
+        }
     }
 }
 
@@ -75,7 +92,7 @@ pub fn index_topk(
     assert!(iq.len() == rows * heads * d && iw.len() == rows * heads, "iq must be [T, {heads} x {d}], iw [T, {heads}]");
     let most = (0..rows).map(&visible).max().unwrap_or(0);
     let query = |t: usize| Query::new(ctx.level, index, &iq[t * heads * d..][..heads * d], &iw[t * heads..][..heads]);
-    let (block, span) = (index.block(), SPAN * index.block());
+    let (block, span) = (index.keys.block(), SPAN * index.keys.block());
     if rows < ctx.par.threads() && most > span {
         // Too few queries: the keys are divided.
         let mut scores = Scratch::new(rows * most);
@@ -89,7 +106,7 @@ pub fn index_topk(
                 if first < end {
                     // SAFETY: each task index is given out once for each query, and tasks differ in their keys.
                     let out = unsafe { pieces.piece(t * most + first..t * most + end) };
-                    query.score(ctx.level, &Keys::new(Ctx { par: &Serial, ..ctx }, index, first..end), first, out);
+                    query.score(ctx.level, &index.keys, first, out);
                 }
             });
         }
@@ -97,21 +114,20 @@ pub fn index_topk(
         return;
     }
     let ids = Disjoint::new(ids);
-    // What all see needs no scores.
-    let keys = Keys::new(ctx, index, 0..if most > k { most } else { 0 });
     run_tasks(ctx, rows.div_ceil(QUERIES), |task| {
         let first = task * QUERIES;
         let count = QUERIES.min(rows - first);
         let seen: [usize; QUERIES] = array::from_fn(|i| if i < count { visible(first + i) } else { 0 });
         let most = seen.into_iter().max().unwrap_or(0);
         let mut scores = Scratch::new(count * most);
+        // What all see needs no scores.
         if most > k {
             let queries: [Option<Query>; QUERIES] = array::from_fn(|i| (i < count).then(|| query(first + i)));
             for key in (0..most).step_by(block) {
                 for (i, query) in queries.iter().enumerate() {
                     let end = seen[i].min(key + block);
                     if let Some(query) = query.as_ref().filter(|_| key < end) {
-                        query.score(ctx.level, &keys, key, &mut scores[i * most + key..i * most + end]);
+                        query.score(ctx.level, &index.keys, key, &mut scores[i * most + key..i * most + end]);
                     }
                 }
             }
@@ -141,21 +157,7 @@ pub fn index_topk(
 pub fn index_scores(level: CpuLevel, index: &Index, iq: &[f32], iw: &[f32], out: &mut [f32]) {
     let d = index.keys.width();
     assert!(iq.len() == index.heads * d && iw.len() == index.heads, "iq must be [{}, {d}], iw [Hi]", index.heads);
-    let keys = Keys::new(Ctx { level, par: &Serial }, index, 0..out.len());
-    Query::new(level, index, iq, iw).score(level, &keys, 0, out);
-}
-
-/// The keys in the form in which they are multiplied.
-enum Keys<'a> {
-    Plain(RowList<'a>),
-    Rounded(RoundedKeys),
-}
-
-impl<'a> Keys<'a> {
-    /// Those with the numbers `range`.
-    fn new(ctx: Ctx, index: &Index<'a>, range: Range<usize>) -> Self {
-        if index.rounded { Self::Rounded(RoundedKeys::new(ctx, index.keys, range)) } else { Self::Plain(index.keys) }
-    }
+    Query::new(level, index, iq, iw).score(level, &index.keys, 0, out);
 }
 
 /// A query in the form in which it is multiplied.
@@ -166,7 +168,7 @@ enum Query {
 
 impl Query {
     fn new(level: CpuLevel, index: &Index, iq: &[f32], iw: &[f32]) -> Self {
-        if index.rounded {
+        if matches!(index.keys, Keys::Rounded(_)) {
             return Self::Rounded(RoundedQuery::new(level, index, iq, iw));
         }
         let padded = padded(index.heads);
@@ -182,7 +184,7 @@ impl Query {
     fn score(&self, level: CpuLevel, keys: &Keys, first: usize, out: &mut [f32]) {
         match (self, keys) {
             (Self::Plain { packed, weights }, Keys::Plain(keys)) => score(level, packed, weights, *keys, first, out),
-            (Self::Rounded(query), Keys::Rounded(keys)) => query.score(level, keys, first, out),
+            (Self::Rounded(query), Keys::Rounded(keys)) => query.score(level, *keys, first, out),
             _ => unreachable!("queries and keys are made from one index"),
         }
     }

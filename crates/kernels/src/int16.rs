@@ -9,18 +9,20 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+mod codes;
 mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod vnni;
 
+pub use codes::{CodedRows, RowCodes};
+
 use std::ops::Range;
 
+use crate::CpuLevel;
 use crate::heads::{self, CHAIN, LANES};
 use crate::level::{compiled_per_level, dispatch};
-use crate::parallel::{Disjoint, run_tasks};
 use crate::rounding::{ROUND, factor_of, largest_of};
 use crate::scratch::Scratch;
-use crate::{CpuLevel, Ctx};
 
 /// Pairs of a chain.
 pub(crate) const PAIRS: usize = CHAIN / 2;
@@ -39,102 +41,17 @@ pub(crate) fn pairs_of(d: usize) -> usize {
     d.div_ceil(2).next_multiple_of(STEP)
 }
 
-/// Rounded rows.
-pub(crate) struct Rounded {
-    pairs: Scratch<u32>,
-    scales: Scratch<f32>,
-    shape: Shape,
-}
-
 /// Pairs and chains, thus scales, of a row.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Shape {
     width: usize,
     chains: usize,
 }
 
-/// [`Rounded`] rows, or some of them.
-#[derive(Clone, Copy)]
-pub(crate) struct RoundedRows<'a> {
-    pairs: &'a [u32],
-    scales: &'a [f32],
-    shape: Shape,
-}
-
-impl Rounded {
-    /// Rounds `n` rows of `d` numbers.
-    pub(crate) fn rows<'a>(ctx: Ctx, d: usize, n: usize, row: impl Fn(usize) -> &'a [f32] + Sync) -> Self {
-        Self::new(ctx.light(n * d), d, n, ROW_MAX, row, |_, _| ())
-    }
-
-    /// The same, on all threads, and calls `then` with each part of the rows and the number of its first.
-    pub(crate) fn rows_with<'a>(
-        ctx: Ctx,
-        d: usize,
-        n: usize,
-        row: impl Fn(usize) -> &'a [f32] + Sync,
-        then: impl Fn(usize, RoundedRows) + Sync,
-    ) -> Self {
-        Self::new(ctx, d, n, ROW_MAX, row, then)
-    }
-
-    fn new<'a>(
-        ctx: Ctx,
-        d: usize,
-        n: usize,
-        largest: f32,
-        row: impl Fn(usize) -> &'a [f32] + Sync,
-        then: impl Fn(usize, RoundedRows) + Sync,
-    ) -> Self {
-        /// Rows of a task: two tiles.
-        const ROWS: usize = 24;
-        /// Rows that are asked for before it is their turn.
-        const AHEAD: usize = 4;
-        let shape = Shape { width: pairs_of(d), chains: d.div_ceil(CHAIN) };
-        let (mut pairs, mut scales) = (Scratch::new(n * shape.width), Scratch::new(n * shape.chains));
-        {
-            let (pairs, scales) = (Disjoint::new(&mut pairs), Disjoint::new(&mut scales));
-            run_tasks(ctx, n.div_ceil(ROWS), |task| {
-                let rows = task * ROWS..n.min((task + 1) * ROWS);
-                // SAFETY: each task index is given out once and no two tasks have a row in common.
-                let pairs = unsafe { pairs.piece(rows.start * shape.width..rows.end * shape.width) };
-                // SAFETY: the same.
-                let scales = unsafe { scales.piece(rows.start * shape.chains..rows.end * shape.chains) };
-                let places = pairs.chunks_exact_mut(shape.width).zip(scales.chunks_exact_mut(shape.chains));
-                rows.clone().take(AHEAD).for_each(|i| prefetch(row(i)));
-                for (i, (pairs, scales)) in rows.clone().zip(places) {
-                    if i + AHEAD < rows.end {
-                        prefetch(row(i + AHEAD));
-                    }
-                    round(ctx.level, row(i), largest, pairs, scales);
-                }
-                then(rows.start, RoundedRows { pairs, scales, shape });
-            });
-        }
-        Self { pairs, scales, shape }
-    }
-
-    pub(crate) fn view(&self) -> RoundedRows<'_> {
-        RoundedRows { pairs: &self.pairs, scales: &self.scales, shape: self.shape }
-    }
-}
-
-impl<'a> RoundedRows<'a> {
-    pub(crate) fn len(self) -> usize {
-        self.pairs.len() / self.shape.width
-    }
-
-    pub(crate) fn row(self, i: usize) -> &'a [u32] {
-        &self.pairs[i * self.shape.width..(i + 1) * self.shape.width]
-    }
-
-    pub(crate) fn scale(self, i: usize, chain: usize) -> f32 {
-        self.scales[i * self.shape.chains + chain]
-    }
-
-    /// Where a chain's pairs lie in a row.
-    pub(crate) fn chain(self, chain: usize) -> Range<usize> {
-        chain * PAIRS..self.shape.width.min((chain + 1) * PAIRS)
+impl Shape {
+    /// Of a row of `d` numbers.
+    fn of(d: usize) -> Self {
+        Self { width: pairs_of(d), chains: d.div_ceil(CHAIN) }
     }
 }
 
@@ -154,15 +71,15 @@ fn round(level: CpuLevel, x: &[f32], largest: f32, pairs: &mut [u32], scales: &m
 
 /// Asks for a row that is read soon. Chosen rows lie far apart, so that a single one's misses would follow each other.
 #[inline]
-fn prefetch(row: &[f32]) {
+pub(crate) fn prefetch(pairs: &[u32]) {
     #[cfg(target_arch = "x86_64")]
-    for line in row.chunks(16) {
+    for line in pairs.chunks(16) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a prefetch reads nothing that the program can see, and the address is a valid one.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = row;
+    let _ = pairs;
 }
 
 /// A query with its heads side by side, in panels as [`heads::pack`] makes them.
@@ -177,16 +94,18 @@ pub(crate) struct Query {
 
 impl Query {
     /// - `q` `[H, d]`
-    pub(crate) fn new(ctx: Ctx, d: usize, q: &[f32]) -> Self {
+    pub(crate) fn new(level: CpuLevel, d: usize, q: &[f32]) -> Self {
+        let Shape { width, chains } = Shape::of(d);
         let heads = q.len() / d;
-        let rounded = Rounded::new(ctx, d, heads, QUERY_MAX, |h| &q[h * d..(h + 1) * d], |_, _| ());
-        let Shape { width, chains } = rounded.shape;
+        let (mut pairs, mut steps) = (Scratch::new(heads * width), Scratch::new(heads * chains));
+        let places = pairs.chunks_exact_mut(width).zip(steps.chunks_exact_mut(chains));
+        q.chunks_exact(d).zip(places).for_each(|(q, (pairs, steps))| round(level, q, QUERY_MAX, pairs, steps));
         let padded = heads::padded(heads);
         let mut packed = Scratch::new(padded * width);
-        heads::pack(ctx.level, words(&rounded.pairs), width, words_mut(&mut packed));
+        heads::pack(level, words(&pairs), width, words_mut(&mut packed));
         let mut scales = Scratch::new(chains * padded);
         for (chain, scales) in scales.chunks_exact_mut(padded).enumerate() {
-            let scale_of = |h: usize| if h < heads { rounded.view().scale(h, chain) } else { 0.0 };
+            let scale_of = |h: usize| if h < heads { steps[h * chains + chain] } else { 0.0 };
             scales.iter_mut().enumerate().for_each(|(h, scale)| *scale = scale_of(h));
         }
         Self { packed, scales, width, padded }

@@ -38,13 +38,13 @@ mod rows;
 mod scratch;
 pub mod swiglu;
 
-pub use attend::{Far, Rows, Seen, Visible, attend, attend_rounded};
+pub use attend::{CodedRows, Far, RowCodes, Rows, Seen, Visible, attend, attend_rounded};
 pub use elementwise::{add, argmax};
 pub use embed::embed;
 pub use experts::{ExpertWeights, routed_experts, shared_expert};
 pub use formats::{TableError, fake_fp4, fake_fp8, hadamard, has_nan_scale, row_to_f32, to_f32, to_i32};
 pub use hc::{HcParams, hc_head, hc_mix, hc_post, hc_pre, sinkhorn, stream_mean};
-pub use index::{Index, index_scores, index_topk, top_k};
+pub use index::{CodedKeys, Index, KeyCodes, Keys, index_scores, index_topk, top_k};
 pub use level::{CpuLevel, REVISION};
 pub use matmul::{grouped_matmul, matmul};
 pub use norm::{rms_norm, rms_norm_in_place};

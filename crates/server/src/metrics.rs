@@ -88,7 +88,7 @@ impl Metrics {
         registry.register("time_to_first_token_seconds", help, self.first_token.clone());
         registry.register("inter_token_latency_seconds", "Between two tokens of an answer", self.token_gap.clone());
         describe_engine(&mut registry, status);
-        describe_cache(&mut registry, &status.cache, status.state_bytes_per_block);
+        describe_cache(&mut registry, &status.cache, status.kept_bytes_per_block);
         describe_nodes(&mut registry, &status.nodes);
         if let Some(hybrid) = &status.hybrid {
             describe_hybrid(&mut registry, hybrid);

@@ -52,7 +52,8 @@ impl Kinds {
             Self::Boundary => vec![boundary],
             Self::All => vec![window, index, compressed],
         };
-        StateShape { layers: layers.into_iter().enumerate().map(|(i, l)| (Scope::Layer(i as u16), l)).collect() }
+        let layers = layers.into_iter().enumerate().map(|(i, l)| (Scope::Layer(i as u16), l)).collect();
+        StateShape { layers, rounded: false }
     }
 }
 

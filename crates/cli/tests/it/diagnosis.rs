@@ -278,7 +278,7 @@ fn the_cache_folder_is_looked_after() {
     let (model, dir) = (scratch.arg("model"), scratch.arg("cache"));
     let runner = runner(&scratch.path("model"));
     let (block, boundary) =
-        (runner.state_shape().bytes_per_block(), runner.state_shape().boundary_bytes(runner.packing()));
+        (runner.state_shape().kept_bytes_per_block(), runner.state_shape().boundary_bytes(runner.packing()));
     let header = troika_kvstore::format::HEADER_BYTES as u64;
     let plan = troika(&["cache", "plan", "--model", &model, "--cache-disk-limit", "1G"]).ok().stdout;
     for part in [

@@ -8,7 +8,9 @@ use troika_graph::op::{
 use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, ValueId, WeightRef};
 use troika_kernels as kernels;
 use troika_kernels::int8::{self, Int8Expert, Product};
-use troika_kernels::{Ctx, ExpertWeights, Far, HcParams, RouteParams, RowList, Rows, Seen, Visible};
+use troika_kernels::{
+    CodedRows, Ctx, ExpertWeights, Far, HcParams, Keys, RouteParams, RowCodes, RowList, Rows, Seen, Visible,
+};
 
 use super::weights::{CpuWeights, Experts, Weight};
 use crate::run::StepRun;
@@ -249,10 +251,13 @@ impl Call<'_> {
         let mut kept_scores = self.node.outputs.get(1).map(|scores| (self.run.write_f32(*scores), self.cols(*scores)));
         let (heads, width, top_k) = (indexer.heads, indexer.heads * indexer.dim, indexer.top_k);
         let scale = (width as f32).sqrt().recip();
-        self.each_segment(|segment, layer| {
-            let pool = layer.index.as_ref().expect("the layer has an indexer");
-            let rounded = self.weights.rounds_rows();
-            let index = kernels::Index { heads, top_k, scale, keys: pool.rows.list(), rounded };
+        self.each_segment(|segment, mut layer| {
+            let rows = &mut layer.index.as_mut().expect("the layer has an indexer").rows;
+            let keys = match self.weights.rounds_rows() {
+                true => Keys::Rounded(rows.key_codes(self.ctx)),
+                false => Keys::Plain(rows.list()),
+            };
+            let index = kernels::Index { heads, top_k, scale, keys };
             let visible = |row: usize| (segment.position + row + 1) / indexer.ratio;
             let range = |width: usize| segment.row * width..(segment.row + segment.rows) * width;
             let (iq, iw) = (&queries[range(width)], &head_weights[range(heads)]);
@@ -278,14 +283,15 @@ impl Call<'_> {
             .map(|v| (self.run.read_i32(v), self.cols(v)));
         let block = second.filter(|_| attention.pattern == AttentionPattern::Block).map(|v| self.run.read_f32(v));
         let mut out = self.run.write_f32(self.output(0));
-        self.each_segment(|segment, layer| {
+        self.each_segment(|segment, mut layer| {
             let range = segment.row * width..(segment.row + segment.rows) * width;
             let own = block.as_ref().map(|block| {
                 &block[segment.row * attention.head_dim..(segment.row + segment.rows) * attention.head_dim]
             });
             let own = own.as_slice();
             if self.weights.rounds_rows() {
-                let rows = all_rows(attention, segment, &layer, own);
+                let own = coded(self.ctx, attention.head_dim, own);
+                let rows = all_rows(self.ctx, attention, segment, &mut layer, &own);
                 let seen = |row: usize| {
                     let at = segment.row + row;
                     let chosen = ids.as_ref().map(|(ids, k)| &ids[at * k..(at + 1) * k]);
@@ -452,18 +458,32 @@ fn block_rows<'a>(attention: &Attention, position: usize, layer: &'a LayerState,
     Visible { near, far: RowList::new(attention.head_dim, own), chosen: None }
 }
 
-/// Every row that a query of the segment may see, as [`causal_rows`] and [`block_rows`] choose from them.
-fn all_rows<'a>(attention: &Attention, segment: &Segment, layer: &'a LayerState, own: &'a [&'a [f32]]) -> Rows<'a> {
-    let (position, d) = (segment.position, attention.head_dim);
-    if !own.is_empty() {
-        let Visible { near, far, .. } = block_rows(attention, position, layer, own);
-        return Rows { near, far };
+/// The rows of the drafter's block, rounded.
+fn coded(ctx: Ctx, dim: usize, own: &[&[f32]]) -> RowCodes {
+    let (rows, mut codes) = (RowList::new(dim, own), RowCodes::new(dim));
+    codes.extend(ctx, rows.len(), |i| rows.row(i));
+    codes
+}
+
+/// Every row that a query of the segment may see, as [`causal_rows`] and [`block_rows`] choose from them, rounded.
+fn all_rows<'a>(
+    ctx: Ctx,
+    attention: &Attention,
+    segment: &Segment,
+    layer: &'a mut LayerState,
+    own: &'a RowCodes,
+) -> Rows<'a> {
+    let (position, window) = (segment.position, attention.window);
+    if attention.pattern == AttentionPattern::Block {
+        let end = position.min(layer.window.end());
+        let first = position.saturating_sub(window).max(layer.window.first());
+        return Rows { near: layer.window.codes(ctx, first..end), far: own.rows(0..own.len()) };
     }
     let end = position + segment.rows;
-    let near = layer.window.rows((position + 1).saturating_sub(attention.window)..end);
+    let near = layer.window.codes(ctx, (position + 1).saturating_sub(window)..end);
     let far = match attention.ratio {
-        0 => RowList::new(d, &[]),
-        ratio => layer.compressed.as_ref().expect("the layer has a compressor").rows.list().first(end / ratio),
+        0 => CodedRows::none(attention.head_dim),
+        ratio => layer.compressed.as_mut().expect("the layer has a compressor").rows.codes(ctx).first(end / ratio),
     };
     Rows { near, far }
 }
@@ -477,7 +497,7 @@ fn seen_rows<'a>(
     chosen: Option<&'a [i32]>,
 ) -> Seen<'a> {
     if attention.pattern == AttentionPattern::Block {
-        return Seen { near: 0..rows.near.len() / attention.head_dim, far: Far::First(rows.far.len()) };
+        return Seen { near: 0..rows.near.len(), far: Far::First(rows.far.len()) };
     }
     let (t, window) = (segment.position + row, attention.window);
     let first = (segment.position + 1).saturating_sub(window);

@@ -207,7 +207,7 @@ impl CpuWeights {
 
     /// Whether attention and index scores round queries and rows to integers.
     pub(super) fn rounds_rows(&self) -> bool {
-        self.class == NumericClass::Fast
+        self.class.rounds_rows()
     }
 
     /// # Panics

@@ -291,8 +291,7 @@ impl SequenceState {
             {
                 return misfit("a window has another width");
             }
-            layer.window.first = len - saved.window.len() / layer_shape.head_dim;
-            layer.window.rows.clone_from(&saved.window);
+            layer.window.replace(len - saved.window.len() / layer_shape.head_dim, &saved.window);
             for (part, pool) in [&mut layer.compressed, &mut layer.index].into_iter().enumerate() {
                 let Some(pool) = pool else { continue };
                 for block in blocks {
@@ -348,7 +347,7 @@ mod tests {
         let slow = LayerShape { head_dim: 2, window: 5, compressed: pool(128, 2, false), index: None };
         let plain = LayerShape { head_dim: 2, window: 5, compressed: None, index: None };
         let layers = [(Scope::Layer(0), plain), (Scope::Layer(1), layer), (Scope::Layer(2), slow)];
-        StateShape { layers: layers.into_iter().collect() }
+        StateShape { layers: layers.into_iter().collect(), rounded: false }
     }
 
     /// Appends tokens whose values are their positions, as the nodes of one step would.

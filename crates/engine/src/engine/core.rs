@@ -205,6 +205,7 @@ impl<R: StepRunner> Core<R> {
             let mut status = lock(&status);
             status.state_bytes_limit = limits.state_bytes;
             status.state_bytes_per_block = limits.state_cost.bytes_per_block;
+            status.kept_bytes_per_block = runner.state_shape().kept_bytes_per_block();
             status.geometry = limits.geometry.to_string();
             status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running, limits.wavefront);
         }

@@ -6,9 +6,9 @@ use troika_base::storage::ScaleFormat;
 use troika_base::{Format, SharedBytes, StoredTensor};
 use troika_kernels::int8::{self, Int8Expert, Int8Matrix, Product};
 use troika_kernels::{
-    CpuLevel, Ctx, ExpertWeights, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Serial, Visible,
-    add, attend, attend_rounded, embed, grouped_matmul, hc_head, hc_post, hc_pre, index_scores, index_topk, matmul,
-    pool, rms_norm, rope, route, routed_experts, swiglu,
+    CpuLevel, Ctx, ExpertWeights, Far, HcParams, Index, KeyCodes, Keys, RouteParams, RowCodes, RowList, Rows, Scoring,
+    Seen, Serial, Visible, add, attend, attend_rounded, embed, grouped_matmul, hc_head, hc_post, hc_pre, index_scores,
+    index_topk, matmul, pool, rms_norm, rope, route, routed_experts, swiglu,
 };
 
 use crate::ceilings::Ceiling;
@@ -201,6 +201,20 @@ fn experts(level: CpuLevel, filter: &str) -> Vec<Case> {
     maker.cases
 }
 
+/// `n` rows of `d` numbers, rounded.
+fn row_codes(ctx: Ctx, d: usize, n: usize) -> RowCodes {
+    let (x, mut codes) = (numbers(n * d), RowCodes::new(d));
+    codes.extend(ctx, n, |i| &x[i * d..(i + 1) * d]);
+    codes
+}
+
+/// Keys of `d` numbers, rounded.
+fn key_codes(ctx: Ctx, d: usize, keys: &[f32]) -> KeyCodes {
+    let mut codes = KeyCodes::new(d);
+    codes.extend(ctx, keys.len() / d, |i| &keys[i * d..(i + 1) * d]);
+    codes
+}
+
 /// Attention, index and compressors.
 fn sequence_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
     let mut maker = Maker::new(level, filter);
@@ -217,18 +231,39 @@ fn sequence_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
             }
         });
     }
-    // Many queries of 512 of 4096 rows, as an index chooses them, rounded together.
-    let queries = 64;
-    let amount = queries * 4 * heads * d * (window + 512);
-    maker.add("rounded attention, 128 + 512 of 4096 rows T=64".into(), Ceiling::F32, amount, move |ctx| {
-        let (near, rows, sink) = (numbers(window * d), numbers(4096 * d), numbers(heads));
-        let (q, mut out) = (numbers(queries * heads * d), vec![0.0; queries * heads * d]);
-        let chosen: Vec<i32> = (0..512).map(|i| i * 8).collect();
+    // Queries of 512 of 4096 rows, as an index chooses them, of rows that were rounded when they came.
+    for queries in [1, 64] {
+        let amount = queries * 4 * heads * d * (window + 512);
+        let name = format!("rounded attention, 128 + 512 of 4096 rows T={queries}");
+        maker.add(name, Ceiling::F32, amount, move |ctx| {
+            let (near, rows, sink) = (row_codes(ctx, d, window), row_codes(ctx, d, 4096), numbers(heads));
+            let (q, mut out) = (numbers(queries * heads * d), vec![0.0; queries * heads * d]);
+            let chosen: Vec<i32> = (0..512).map(|i| i * 8).collect();
+            move || {
+                let rows = Rows { near: near.rows(0..window), far: rows.rows(0..4096) };
+                let seen = |_| Seen { near: 0..window, far: Far::Chosen(&chosen) };
+                attend_rounded(ctx, black_box(&q), &sink, &rows, seen, &mut out);
+            }
+        });
+    }
+    // Rows of the chunks of a prompt, rounded when they come; from memory.
+    let (rows, chunk) = (STREAMED / (4 * d), 512);
+    maker.add("rounding of rows".into(), Ceiling::Read, rows * d * 4, move |ctx| {
+        let (x, mut codes) = (numbers(rows * d), RowCodes::new(d));
         move || {
-            let pieces = [&rows[..]];
-            let rows = Rows { near: &near, far: RowList::new(d, &pieces) };
-            let seen = |_| Seen { near: 0..window, far: Far::Chosen(&chosen) };
-            attend_rounded(ctx, black_box(&q), &sink, &rows, seen, &mut out);
+            for x in black_box(&x).chunks_exact(chunk * d) {
+                codes.truncate(0);
+                codes.extend(ctx, chunk, |i| &x[i * d..(i + 1) * d]);
+            }
+        }
+    });
+    maker.add("rounding of keys".into(), Ceiling::Read, rows * d * 4, move |ctx| {
+        let (x, mut codes) = (numbers(rows * d), KeyCodes::new(128));
+        move || {
+            for x in black_box(&x).chunks_exact(chunk * d) {
+                codes.truncate(0);
+                codes.extend(ctx, chunk * d / 128, |i| &x[i * 128..(i + 1) * 128]);
+            }
         }
     });
     // 512 of 4096 rows, as an index chooses them.
@@ -248,9 +283,12 @@ fn sequence_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
         for (name, rounded) in [("index", false), ("rounded index", true)] {
             maker.add(format!("{name} scores, {n} keys"), Ceiling::F32, amount, move |ctx| {
                 let (q, weights, keys, mut out) = (numbers(heads * d), numbers(heads), numbers(n * d), vec![0.0; n]);
+                let codes = key_codes(ctx, d, &keys);
                 move || {
                     let pieces = [&keys[..]];
-                    let index = Index { heads, top_k, scale: 1.0, keys: RowList::new(d, &pieces), rounded };
+                    let plain = Keys::Plain(RowList::new(d, &pieces));
+                    let keys = if rounded { Keys::Rounded(codes.keys()) } else { plain };
+                    let index = Index { heads, top_k, scale: 1.0, keys };
                     index_scores(ctx.level, &index, black_box(&q), &weights, &mut out);
                 }
             });
@@ -258,9 +296,12 @@ fn sequence_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
                 let t = 4;
                 let (q, weights, keys) = (numbers(t * heads * d), numbers(t * heads), numbers(n * d));
                 let mut ids = vec![0; t * top_k];
+                let codes = key_codes(ctx, d, &keys);
                 move || {
                     let pieces = [&keys[..]];
-                    let index = Index { heads, top_k, scale: 1.0, keys: RowList::new(d, &pieces), rounded };
+                    let plain = Keys::Plain(RowList::new(d, &pieces));
+                    let keys = if rounded { Keys::Rounded(codes.keys()) } else { plain };
+                    let index = Index { heads, top_k, scale: 1.0, keys };
                     index_topk(ctx, &index, black_box(&q), &weights, |_| n, &mut ids);
                 }
             });

@@ -1,43 +1,23 @@
 //! Attention with queries, rows and shares rounded ([`crate::int16`]): class `fast`.
 //!
-//! As in `f32`, each query is done alone in blocks of 60 rows counted from its first. Rows are rounded once for all queries,
-//! or for each query if many more are there than the queries see.
+//! As in `f32`, each query is done alone in blocks of 60 rows counted from its first. Rows come rounded.
 
-use std::array;
 use std::ops::Range;
 
 use super::{BLOCK, CHANNELS, FEW, QUERIES, finish, scale, softmax, start};
 use crate::heads::{CHAIN, LANES, padded, panels};
-use crate::int16::{PAIRS, Query, Rounded, RoundedRows, Shares, add_weighted, pairs_of, products};
-use crate::parallel::{Disjoint, Serial, run_tasks};
+use crate::int16::{CodedRows, PAIRS, Query, Shares, add_weighted, pairs_of, prefetch, products};
+use crate::parallel::{Disjoint, run_tasks};
 use crate::scratch::Scratch;
-use crate::{CpuLevel, Ctx, RowList};
+use crate::{CpuLevel, Ctx};
 
 /// The rows that queries see.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// `[n, d]`: the windows of all queries.
-    pub near: &'a [f32],
-    /// Rows of `d`.
-    pub far: RowList<'a>,
-}
-
-impl<'a> Rows<'a> {
-    fn near_len(&self) -> usize {
-        self.near.len() / self.far.width()
-    }
-
-    fn len(&self) -> usize {
-        self.near_len() + self.far.len()
-    }
-
-    fn row(&self, i: usize) -> &'a [f32] {
-        let d = self.far.width();
-        match i.checked_sub(self.near_len()) {
-            None => &self.near[i * d..(i + 1) * d],
-            Some(i) => self.far.row(i),
-        }
-    }
+    /// The windows of all queries.
+    pub near: CodedRows<'a>,
+    /// Rows of the same width.
+    pub far: CodedRows<'a>,
 }
 
 /// Which of the rows one query sees, in the order in which they are summed.
@@ -67,17 +47,13 @@ impl Seen<'_> {
             }
     }
 
-    /// The number of row `i` among all.
-    fn number(&self, rows: &Rows, i: usize) -> usize {
-        match i.checked_sub(self.near.len()) {
-            None => self.near.start + i,
-            Some(i) => {
-                rows.near_len()
-                    + match self.far {
-                        Far::First(_) => i,
-                        Far::Chosen(ids) => ids[i] as usize,
-                    }
-            }
+    /// Row `i` of those.
+    #[inline]
+    fn row<'a>(&self, rows: &Rows<'a>, i: usize) -> (&'a [u32], &'a [f32]) {
+        match (i.checked_sub(self.near.len()), self.far) {
+            (None, _) => rows.near.row(self.near.start + i),
+            (Some(i), Far::First(_)) => rows.far.row(i),
+            (Some(i), Far::Chosen(ids)) => rows.far.row(ids[i] as usize),
         }
     }
 }
@@ -104,13 +80,11 @@ pub fn attend_rounded<'a>(
     seen: impl Fn(usize) -> Seen<'a> + Sync,
     out: &mut [f32],
 ) {
-    /// More rows than this for each query are rounded for each query, those alone that it sees.
-    const SHARED: usize = 64;
     let d = rows.far.width();
     let (heads, width) = (sink.len(), sink.len() * d);
     assert!(width > 0 && q.len().is_multiple_of(width), "q must be [T, {heads} x {d}]");
     assert_eq!(out.len(), q.len(), "out must be [T, {heads} x {d}]");
-    assert!(rows.near.len().is_multiple_of(d), "near rows must have {d} numbers");
+    assert_eq!(rows.near.width(), d, "numbers of near and far rows");
     let (count, threads) = (q.len() / width, ctx.par.threads());
     if count < FEW * threads {
         return (0..count).for_each(|t| {
@@ -118,7 +92,6 @@ pub fn attend_rounded<'a>(
             attend_divided(ctx, &q[row.clone()], sink, rows, &seen(t), &mut out[row]);
         });
     }
-    let shared = (rows.len() <= SHARED * count).then(|| Rounded::rows(ctx, d, rows.len(), |i| rows.row(i)));
     let queries = QUERIES.min(count / (4 * threads)).max(1);
     let out = Disjoint::new(out);
     run_tasks(ctx, count.div_ceil(queries), |task| {
@@ -126,34 +99,32 @@ pub fn attend_rounded<'a>(
             let range = t * width..(t + 1) * width;
             // SAFETY: each task index is given out once, and tasks have different queries.
             let out = unsafe { out.piece(range.clone()) };
-            let (q, seen) = (&q[range], seen(t));
-            let (n, number) = (seen.len(), |i: usize| seen.number(rows, i));
-            match &shared {
-                Some(all) => attend_query(ctx.level, d, q, sink, all.view(), n, number, out),
-                None => {
-                    let own = Rounded::rows(Ctx { par: &Serial, ..ctx }, d, n, |i| rows.row(number(i)));
-                    attend_query(ctx.level, d, q, sink, own.view(), n, |i| i, out);
-                }
-            }
+            attend_query(ctx.level, &q[range], sink, rows, &seen(t), out);
         }
     });
 }
 
 /// Up to [`BLOCK`] rounded rows, one after another.
 struct Block<'a> {
-    all: RoundedRows<'a>,
-    numbers: [usize; BLOCK],
-    /// Places after the last hold another row.
+    /// If there is an odd number of them, the last one comes twice.
     rows: [&'a [u32]; BLOCK],
+    scales: [&'a [f32]; BLOCK],
     len: usize,
 }
 
 impl<'a> Block<'a> {
-    /// The rows `first..n`, or some of them, by their numbers among `all`.
-    fn new(all: RoundedRows<'a>, first: usize, n: usize, number: impl Fn(usize) -> usize) -> Self {
-        let len = BLOCK.min(n - first);
-        let numbers = array::from_fn(|i| number(if i < len { first + i } else { first }));
-        Self { all, numbers, rows: numbers.map(|number| all.row(number)), len }
+    /// The rows from `first` on that `seen` has, at most those before `end`.
+    fn new(rows: &Rows<'a>, seen: &Seen, first: usize, end: usize) -> Self {
+        const { assert!(BLOCK.is_multiple_of(2)) };
+        let len = BLOCK.min(end - first);
+        let mut block = Self { rows: [&[]; BLOCK], scales: [&[]; BLOCK], len };
+        for (i, (row, scales)) in block.rows.iter_mut().zip(&mut block.scales).take(len).enumerate() {
+            (*row, *scales) = seen.row(rows, first + i);
+        }
+        if !len.is_multiple_of(2) {
+            block.rows[len] = block.rows[len - 1];
+        }
+        block
     }
 
     fn rows(&self) -> &[&'a [u32]] {
@@ -166,24 +137,17 @@ impl<'a> Block<'a> {
     }
 
     fn scales(&self, chain: usize) -> [f32; BLOCK] {
-        self.numbers.map(|number| self.all.scale(number, chain))
+        let mut of_chain = [0.0; BLOCK];
+        of_chain.iter_mut().zip(&self.scales[..self.len]).for_each(|(scale, scales)| *scale = scales[chain]);
+        of_chain
     }
 }
 
-/// One query, which sees `n` of `rows`, on the caller's thread.
-#[expect(clippy::too_many_arguments, reason = "the operands of one operation")]
-fn attend_query(
-    level: CpuLevel,
-    d: usize,
-    q: &[f32],
-    sink: &[f32],
-    rows: RoundedRows,
-    n: usize,
-    number: impl Fn(usize) -> usize,
-    out: &mut [f32],
-) {
+/// One query on the caller's thread.
+fn attend_query(level: CpuLevel, q: &[f32], sink: &[f32], rows: &Rows, seen: &Seen, out: &mut [f32]) {
+    let (d, n) = (rows.far.width(), seen.len());
     let (heads, padded, stride) = (sink.len(), padded(sink.len()), 2 * pairs_of(d));
-    let query = Query::new(Ctx { level, par: &Serial }, d, q);
+    let query = Query::new(level, d, q);
     let mut state = Scratch::new(2 * padded);
     let (max, sum) = state.split_at_mut(padded);
     start(sink, max, sum);
@@ -191,7 +155,7 @@ fn attend_query(
     total.fill(0.0);
     let mut shares = Shares::default();
     for first in (0..n).step_by(BLOCK) {
-        let block = Block::new(rows, first, n, &number);
+        let block = Block::new(rows, seen, first, n);
         for (head, lanes) in panels(padded) {
             let mut scores = [0.0; BLOCK * LANES];
             let scores = &mut scores[..block.len * lanes];
@@ -211,7 +175,8 @@ fn attend_query(
             );
             let total = &mut total[head * stride..heads.min(head + lanes) * stride];
             for chain in 0..d.div_ceil(CHAIN) {
-                let (pairs, scales) = (rows.chain(chain), &block.scales(chain)[..block.len]);
+                let scales = &block.scales(chain)[..block.len];
+                let pairs = chain * PAIRS..(stride / 2).min((chain + 1) * PAIRS);
                 let total = &mut total[chain * CHAIN..];
                 add_weighted(level, scores, block.row_pairs(), pairs, scales, &fade, &mut shares, stride, total);
             }
@@ -223,33 +188,34 @@ fn attend_query(
     }
 }
 
-/// One query on all threads: rows are divided for rounding and scores, channels for the sums.
+/// One query on all threads: rows are divided for the scores, channels for the sums.
 fn attend_divided(ctx: Ctx, q: &[f32], sink: &[f32], all: &Rows, seen: &Seen, out: &mut [f32]) {
+    /// Rows of a task: two tiles. The second is asked for while the first is multiplied.
+    const ROWS: usize = 2 * TILE;
+    const TILE: usize = 12;
     let (heads, n, d, threads) = (sink.len(), seen.len(), all.far.width(), ctx.par.threads());
     let (padded, stride, chains) = (padded(heads), 2 * pairs_of(d), d.div_ceil(CHAIN));
-    let query = Query::new(Ctx { par: &Serial, ..ctx }, d, q);
+    let query = Query::new(ctx.level, d, q);
 
     // `[panel][row][lane]`
     let mut scores = Scratch::new(padded * n);
     let pieces = Disjoint::new(&mut scores);
-    let rows = Rounded::rows_with(
-        ctx,
-        d,
-        n,
-        |i| all.row(seen.number(all, i)),
-        |first, rows| {
-            let block = Block::new(rows, 0, rows.len(), |i| i);
+    run_tasks(ctx, n.div_ceil(ROWS), |task| {
+        let end = n.min((task + 1) * ROWS);
+        (task * ROWS..end).for_each(|i| prefetch(seen.row(all, i).0));
+        for first in (task * ROWS..end).step_by(TILE) {
+            let block = Block::new(all, seen, first, end.min(first + TILE));
             for (head, lanes) in panels(padded) {
                 let start = head * n + first * lanes;
-                // SAFETY: the callback comes once for every row; calls differ in their rows, panels do not overlap.
-                let scores = unsafe { pieces.piece(start..start + rows.len() * lanes) };
+                // SAFETY: each task index is given out once; tasks differ in their rows, panels do not overlap.
+                let scores = unsafe { pieces.piece(start..start + block.len * lanes) };
                 for chain in 0..chains {
                     let scales = &block.scales(chain)[..block.len];
                     products(ctx.level, query.panel(head, lanes, chain), block.rows(), chain * PAIRS, scales, scores);
                 }
             }
-        },
-    );
+        }
+    });
 
     let (count, panel) = (padded.div_ceil(LANES), |i: usize| (i * LANES, LANES.min(padded - i * LANES)));
     let width = (CHAIN / threads.div_ceil(chains * count).next_power_of_two()).max(CHANNELS);
@@ -267,7 +233,7 @@ fn attend_divided(ctx: Ctx, q: &[f32], sink: &[f32], all: &Rows, seen: &Seen, ou
         total.fill(0.0);
         let mut shares = Shares::default();
         for first in (0..n).step_by(BLOCK) {
-            let block = Block::new(rows.view(), first, n, |i| i);
+            let block = Block::new(all, seen, first, n);
             let mut p = [0.0; BLOCK * LANES];
             let p = &mut p[..block.len * lanes];
             p.copy_from_slice(&scores[head * n + first * lanes..][..block.len * lanes]);

@@ -7,12 +7,13 @@ use troika_base::storage::ScaleFormat;
 use troika_base::{Format, StoredTensor};
 use troika_kernels::int8::{self, Int8Expert, Int8Matrix, Product};
 use troika_kernels::{
-    Ctx, ExpertWeights, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Visible, add, attend,
-    attend_rounded, embed, grouped_matmul, hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk, matmul, pool,
-    rms_norm, rms_norm_in_place, rope, rope_row, route, routed_experts, shared_expert, stream_mean, swiglu,
+    Ctx, ExpertWeights, Far, HcParams, Index, KeyCodes, Keys, RouteParams, RowCodes, RowList, Rows, Scoring, Seen,
+    Visible, add, attend, attend_rounded, embed, grouped_matmul, hc_head, hc_mix, hc_post, hc_pre, index_scores,
+    index_topk, matmul, pool, rms_norm, rms_norm_in_place, rope, rope_row, route, routed_experts, shared_expert,
+    stream_mean, swiglu,
 };
 
-use crate::support::{Noise, serial_contexts, tensor};
+use crate::support::{Noise, key_codes, row_codes, serial_contexts, tensor};
 
 thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
@@ -64,8 +65,8 @@ fn step(ctx: Ctx, t: usize, operands: &Operands, buffers: &mut Buffers) {
     rope_row(&mut other[..8], 77, &o.freqs, true);
     let keys = RowList::shared(WIDTH, &o.keys);
     let ids = &mut b.ids[..t * 16];
-    for rounded in [false, true] {
-        let index = Index { heads: HEADS, top_k: 16, scale: 0.1, keys, rounded };
+    for keys in [Keys::Plain(keys), Keys::Rounded(o.key_codes.keys())] {
+        let index = Index { heads: HEADS, top_k: 16, scale: 0.1, keys };
         index_topk(ctx, &index, other, &o.numbers[..t * HEADS], |i| 40 + i, ids);
         index_scores(ctx.level, &index, &other[..d], &o.numbers[..HEADS], &mut b.scores);
     }
@@ -73,7 +74,7 @@ fn step(ctx: Ctx, t: usize, operands: &Operands, buffers: &mut Buffers) {
     let visible =
         |i: usize| Visible { near: &o.numbers[..100 * WIDTH], far: keys, chosen: Some(&ids[i * 16..(i + 1) * 16]) };
     attend(ctx, WIDTH, other, &o.numbers[..HEADS], visible, row);
-    let rows = Rows { near: &o.numbers[..100 * WIDTH], far: keys };
+    let rows = Rows { near: o.row_codes.rows(28..128), far: o.row_codes.rows(0..128) };
     let seen = |i: usize| Seen { near: 0..100, far: Far::Chosen(&ids[i * 16..(i + 1) * 16]) };
     attend_rounded(ctx, other, &o.numbers[..HEADS], &rows, seen, row);
     let entries = [(&o.numbers[..WIDTH], &o.numbers[WIDTH..2 * WIDTH]); 2];
@@ -132,6 +133,9 @@ struct Operands {
     positions: Vec<i64>,
     freqs: Vec<f64>,
     keys: Vec<std::sync::Arc<Vec<f32>>>,
+    /// The same rounded, as rows and as keys.
+    row_codes: RowCodes,
+    key_codes: KeyCodes,
     /// `[DIM, DIM]` in several formats, and the same for integer products.
     products: Vec<StoredTensor>,
     packed: Vec<Int8Matrix>,
@@ -166,6 +170,7 @@ fn a_warm_step_allocates_nothing() {
     let shapes = [(INNER, DIM), (DIM, INNER), (INNER, DIM)];
     let experts: Vec<[StoredTensor; 3]> =
         (0..EXPERTS).map(|_| shapes.map(|(n, k)| tensor(&mut noise, Format::Mxfp4, n, k))).collect();
+    let keys = noise.numbers(128 * WIDTH);
     let operands = Operands {
         packed: products.iter().map(packed).collect(),
         products,
@@ -178,7 +183,9 @@ fn a_warm_step_allocates_nothing() {
         tokens: (0..TOKENS).map(|_| noise.below(11) as i32).collect(),
         positions: (0..TOKENS as i64).collect(),
         freqs: vec![1.0, 0.1, 0.01],
-        keys: (0..4).map(|_| std::sync::Arc::new(noise.numbers(32 * WIDTH))).collect(),
+        row_codes: row_codes(Ctx::serial(), WIDTH, &keys),
+        key_codes: key_codes(Ctx::serial(), WIDTH, &keys),
+        keys: keys.chunks(32 * WIDTH).map(|piece| std::sync::Arc::new(piece.to_vec())).collect(),
     };
     let mut buffers = Buffers {
         streams: vec![0.0; TOKENS * STREAMS * DIM],

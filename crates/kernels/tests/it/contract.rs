@@ -5,12 +5,12 @@ use std::ops::Range;
 use proptest::prelude::*;
 use troika_base::{Format, StoredTensor};
 use troika_kernels::{
-    CpuLevel, Ctx, ExpertWeights, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Visible, add,
+    CpuLevel, Ctx, ExpertWeights, Far, HcParams, Index, Keys, RouteParams, RowList, Rows, Scoring, Seen, Visible, add,
     attend, attend_rounded, embed, for_each_row_with, grouped_matmul, hc_head, hc_post, hc_pre, index_scores,
     index_topk, matmul, rms_norm, rms_norm_in_place, rope, route, routed_experts, shared_expert, stream_mean, swiglu,
 };
 
-use crate::support::{Noise, Threads, fit_cols, formats, same_bits, tensor};
+use crate::support::{Noise, Threads, fit_cols, formats, key_codes, row_codes, same_bits, tensor};
 
 /// Calls `run` for all rows at once on one thread, then for pieces of rows on 1 to 3 threads, and compares the bits.
 /// `run(ctx, rows)` returns the output of these rows.
@@ -191,7 +191,8 @@ proptest! {
             let q = &q[span(&rows, heads * d)];
             let mut plain = vec![f32::NAN; rows.len() * heads * d];
             attend(ctx, d, q, &sink, visible, &mut plain);
-            let all = Rows { near: &window, far };
+            let (near_codes, far_codes) = (row_codes(ctx, d, &window), row_codes(ctx, d, &keys));
+            let all = Rows { near: near_codes.rows(0..t + 130), far: far_codes.rows(0..far.len()) };
             let seen = |i: usize| {
                 let at = rows.start + i;
                 let far = match at % 3 {
@@ -204,9 +205,10 @@ proptest! {
             let mut rounded = vec![f32::NAN; rows.len() * heads * d];
             attend_rounded(ctx, q, &sink, &all, seen, &mut rounded);
             let iw = &iw[span(&rows, heads)];
-            let chosen = [false, true].map(|rounded| {
+            let codes = key_codes(ctx, d, &keys);
+            let chosen = [Keys::Plain(far), Keys::Rounded(codes.keys())].map(|keys| {
                 let mut chosen = vec![0; rows.len() * 7];
-                let index = Index { heads, top_k: 7, scale: 1.0, keys: far, rounded };
+                let index = Index { heads, top_k: 7, scale: 1.0, keys };
                 index_topk(ctx, &index, q, iw, |i| (rows.start + i) * 8 % (far.len() + 1), &mut chosen);
                 chosen.into_iter().map(|id| id as f32).collect::<Vec<f32>>()
             });
@@ -230,8 +232,10 @@ proptest! {
             let (a, b) = keys.split_at(w.len() / 2 * d);
             let pieces = [a, b];
             let mut out = vec![f32::NAN; 2 * w.len()];
-            for (rounded, out) in [false, true].into_iter().zip(out.chunks_exact_mut(w.len())) {
-                let index = Index { heads, top_k: 1, scale: 1.0, keys: RowList::new(d, &pieces), rounded };
+            let codes = key_codes(ctx, d, keys);
+            let forms = [Keys::Plain(RowList::new(d, &pieces)), Keys::Rounded(codes.keys())];
+            for (keys, out) in forms.into_iter().zip(out.chunks_exact_mut(w.len())) {
+                let index = Index { heads, top_k: 1, scale: 1.0, keys };
                 index_scores(ctx.level, &index, &q[..heads * d], &iw[..heads], out);
             }
             let (plain, rounded) = out.split_at(w.len());

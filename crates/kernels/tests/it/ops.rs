@@ -3,12 +3,14 @@
 use proptest::prelude::*;
 use troika_base::Format;
 use troika_kernels::{
-    CpuLevel, Ctx, Far, HcParams, Index, RouteParams, RowList, Rows, Scoring, Seen, Visible, add, argmax, attend,
+    CpuLevel, Ctx, Far, HcParams, Index, Keys, RouteParams, RowList, Rows, Scoring, Seen, Visible, add, argmax, attend,
     attend_rounded, embed, fake_fp4, fake_fp8, hadamard, hc_head, hc_mix, hc_post, hc_pre, index_scores, index_topk,
     pool, reference, rms_norm, rms_norm_in_place, rope, rope_row, route, route_with_scores, stream_mean, swiglu, top_k,
 };
 
-use crate::support::{EPS, Noise, Threads, roundings, same_bits, serial_contexts, tensor, within};
+use crate::support::{
+    EPS, Noise, Threads, key_codes, roundings, row_codes, same_bits, serial_contexts, tensor, within,
+};
 
 fn fail(level: CpuLevel) -> impl Fn(String) -> TestCaseError {
     move |e| TestCaseError::fail(format!("{level:?}: {e}"))
@@ -210,7 +212,7 @@ proptest! {
         let size = |w: usize| -> f64 {
             iq.chunks(d).zip(&iw).map(|(q, iw)| f64::from(iw.abs()) * absolute_dot(q, rows[w])).sum()
         };
-        let index = Index { heads, top_k: 1, scale: 0.5, keys: RowList::new(d, &pieces), rounded: false };
+        let index = Index { heads, top_k: 1, scale: 0.5, keys: Keys::Plain(RowList::new(d, &pieces)) };
         // Rounded to eight bits: each number is off by at most 1/253 of the largest.
         let largest = |x: &[f32]| x.iter().fold(0.0f64, |max, x| max.max(f64::from(x.abs()))) / 253.0;
         let sum = |x: &[f32]| x.iter().map(|x| f64::from(x.abs())).sum::<f64>();
@@ -229,7 +231,8 @@ proptest! {
             };
             let steps = d.min(256) as f64 + d as f64 / 256.0 + heads as f64 / 8.0 + 8.0;
             within(&scores(&index), &want, |w| steps * EPS * roundings(level) * size(w)).map_err(fail(level))?;
-            let got = scores(&Index { rounded: true, ..index });
+            let codes = key_codes(Ctx { level, par: &Threads(2) }, d, &keys);
+            let got = scores(&Index { keys: Keys::Rounded(codes.keys()), ..index });
             let chain = (heads as f64 + 4.0) * EPS * roundings(level);
             within(&got, &want, |w| rounding(w) + chain * (size(w) + rounding(w))).map_err(fail(level))?;
             if level != CpuLevel::Scalar {
@@ -246,8 +249,10 @@ proptest! {
         let (iq, iw, keys) = (noise.numbers(t * heads * d), noise.numbers(t * heads), noise.numbers(n * d));
         let seen: Vec<usize> = (0..t).map(|_| noise.below(n + 1)).collect();
         let pieces = [&keys[..]];
-        let index = Index { heads, top_k: k, scale: 0.25, keys: RowList::new(d, &pieces), rounded };
         for level in CpuLevel::available() {
+            let codes = key_codes(Ctx { level, par: &Threads(1) }, d, &keys);
+            let keys = if rounded { Keys::Rounded(codes.keys()) } else { Keys::Plain(RowList::new(d, &pieces)) };
+            let index = Index { heads, top_k: k, scale: 0.25, keys };
             let mut want = vec![0; t * k];
             for (i, ids) in want.chunks_mut(k).enumerate() {
                 let mut scores = vec![f32::NAN; seen[i]];
@@ -359,7 +364,6 @@ proptest! {
                 within(&got, &want, |i| roundings(level) * bound[i / (heads * d)]).map_err(fail(level))?;
             }
         }
-        let rows = Rows { near: &window, far: RowList::new(d, &pieces) };
         let seen = |i: usize| Seen {
             near: i..i + near,
             far: if chosen { Far::Chosen(&ids[i]) } else { Far::First(far * (i + 1) / t) },
@@ -368,7 +372,11 @@ proptest! {
         for level in CpuLevel::available() {
             for threads in [1, 2, 5] {
                 let mut got = vec![f32::NAN; want.len()];
-                attend_rounded(Ctx { level, par: &Threads(threads) }, &q, &sink, &rows, seen, &mut got);
+                let par = Threads(threads);
+                let ctx = Ctx { level, par: &par };
+                let (near, far) = (row_codes(ctx, d, &window), row_codes(ctx, d, &keys));
+                let rows = Rows { near: near.rows(0..near.len()), far: far.rows(0..far.len()) };
+                attend_rounded(ctx, &q, &sink, &rows, seen, &mut got);
                 let bits = &mut bits[usize::from(level == CpuLevel::Scalar)];
                 same_bits(&got, bits.get_or_insert_with(|| got.clone())).map_err(fail(level))?;
                 let both = |i: usize| roundings(level) * bound[i / (heads * d)] + rounding[i / (heads * d)];

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use troika_base::storage::ScaleFormat;
 use troika_base::{Format, SharedBytes, StoredTensor};
 use troika_kernels::formats::{f32_to_bf16, f32_to_f16};
-use troika_kernels::{CpuLevel, Ctx, Parallel};
+use troika_kernels::{CpuLevel, Ctx, KeyCodes, Parallel, RowCodes};
 
 /// Half a unit in the last place of 1: the relative error of one rounding.
 pub(crate) const EPS: f64 = 1.0 / (1u64 << 24) as f64;
@@ -165,4 +165,20 @@ pub(crate) fn same_bits(got: &[f32], want: &[f32]) -> Result<(), String> {
         Some(i) => Err(format!("element {i} is {} instead of {}", got[i], want[i])),
         None => Ok(()),
     }
+}
+
+/// Rows of `d` rounded, in two goes.
+pub(crate) fn row_codes(ctx: Ctx, d: usize, rows: &[f32]) -> RowCodes {
+    let (mut codes, n) = (RowCodes::new(d), rows.len() / d);
+    codes.extend(ctx, n / 3, |i| &rows[i * d..(i + 1) * d]);
+    codes.extend(ctx, n - n / 3, |i| &rows[(n / 3 + i) * d..(n / 3 + i + 1) * d]);
+    codes
+}
+
+/// Keys of `d` rounded, in two goes.
+pub(crate) fn key_codes(ctx: Ctx, d: usize, keys: &[f32]) -> KeyCodes {
+    let (mut codes, n) = (KeyCodes::new(d), keys.len() / d);
+    codes.extend(ctx, n / 3, |i| &keys[i * d..(i + 1) * d]);
+    codes.extend(ctx, n - n / 3, |i| &keys[(n / 3 + i) * d..(n / 3 + i + 1) * d]);
+    codes
 }
