@@ -22,7 +22,7 @@ use crate::{builtin, progress, report};
 /// Of each model, some prompts are computed with engines off and on, one chunk after the other, and every node is timed. From these
 /// times the executor predicts, on the simulator's clock, how long other prompts take: other lengths, other splits, several chunks
 /// in flight. These are computed too, in turn with the former, and compared. Machines that change their speed are followed by a
-/// yardstick, a short prompt with engines off, before and after everything that counts.
+/// yardstick, a short prompt with engines off and on, before and after everything that counts.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     /// Folder of a checkpoint, or `nano`; may be given several times.
@@ -287,7 +287,7 @@ struct Subject<'a> {
     model: &'a OpenModel,
     options: RunnerOptions,
     observer: Observer,
-    /// Prompts of one tile, engines off; and what they usually take.
+    /// Prompts of one tile, engines off and on; and what they usually take.
     yardstick: Option<(usize, f64)>,
 }
 
@@ -364,7 +364,8 @@ impl Subject<'_> {
 
     fn yardstick(&mut self, runner: &mut Runner) -> Result<f64> {
         let tile = self.tile();
-        let mut once = || anyhow::Ok(compute(runner, tile, tile, None)?.ms);
+        // With engines on as well, or nobody would see that only their core is slow.
+        let mut once = || anyhow::Ok(compute(runner, tile, tile, None)?.ms + compute(runner, tile, tile, Some(1))?.ms);
         let (times, _) = match self.yardstick {
             Some(known) => known,
             None => {
