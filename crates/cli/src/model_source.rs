@@ -136,6 +136,10 @@ impl OpenModel {
         Ok(Self { name, config: checkpoint.config().clone(), facts: weights.facts(), checkpoint, weights, files })
     }
 
+    pub(crate) fn facts(&self) -> &ModelFacts {
+        &self.facts
+    }
+
     /// The model with a prompt, for simulated devices that compute it too.
     pub(crate) fn small<'a>(&'a self, tokens: &'a [u32]) -> troika_hwsim::Small<'a> {
         let (config, facts) = (self.config.model.clone(), self.facts.clone());

@@ -28,5 +28,5 @@ pub use troika_runtime::cost::OperationCost;
 pub use troika_runtime::prepare::{Record, Stage};
 pub use troika_runtime::{
     CalibrationError, Choice, CostTable, DeviceId, FeatureState, HybridOptions, KindChoice, Ledger, Operations,
-    Placement, Priority,
+    Placement, Priority, Span,
 };

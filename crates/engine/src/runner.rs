@@ -154,7 +154,7 @@ impl Forward {
     }
 
     /// What was computed; spans name its nodes.
-    pub(crate) fn graph(&self) -> &StepGraph {
+    pub fn graph(&self) -> &Arc<StepGraph> {
         self.run.graph()
     }
 

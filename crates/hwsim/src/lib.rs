@@ -20,12 +20,13 @@
 //! ```
 //!
 //! `profile.rs` has the numbers, `price.rs` what a node costs by them, `form.rs` the graph in the operations that were
-//! measured, `world.rs` devices and clock, `machine.rs` the runs, `sweep.rs` many of them.
+//! measured, `world.rs` devices and clock, `machine.rs` the runs, `sweep.rs` many of them, `observed.rs` this machine as it was observed.
 
 mod arithmetic;
 mod faults;
 mod form;
 mod machine;
+mod observed;
 mod plan;
 mod prediction;
 mod price;
@@ -36,10 +37,14 @@ mod world;
 pub use faults::Faults;
 pub use form::Projection;
 pub use machine::{Arm, Computed, Machine, Run, STOCK_BLOCK, STOCK_STEP, Small};
+pub use observed::{Observed, Observer, Replay, SeenSpan, SeenStep};
 pub use plan::{LeftOut, Placement, PlanSpec};
 pub use prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind};
 pub use profile::{Basis, Checkpoint, Profile, ProjectionCost};
 pub use sweep::{Axis, Knob, Point, Sweep};
+// What is replayed.
+pub use troika_runtime::Plan;
+pub use world::Slowdown;
 
 /// Why nothing was simulated.
 #[derive(Debug, thiserror::Error)]

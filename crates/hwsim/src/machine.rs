@@ -24,7 +24,7 @@ use crate::form::{Projection, chain, regroup};
 use crate::plan::{Built, LeftOut, Placement, PlanSpec, Shapes, build, pack_shapes};
 use crate::prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind, SCHEMA};
 use crate::profile::{Chain, Checkpoint, Profile};
-use crate::world::{Usage, World};
+use crate::world::{Machinery, Usage, World};
 
 /// A machine, a model on it, and the way it is stored.
 pub struct Machine {
@@ -251,7 +251,9 @@ impl Machine {
     ) -> Result<(Predicted<f64>, Predicted<f64>), SimError> {
         let cost = self.profile.projection(projection)?;
         let scale = tile as f64 / self.profile.tile as f64;
-        let join = self.profile.join.handover_ms + self.profile.join.sync_ms + cost.merge_ms * scale;
+        // Instances take whole experts in turn, so there is nothing to merge.
+        let merge = if projection == Projection::Shared { 0.0 } else { cost.merge_ms * scale };
+        let join = self.profile.join.handover_ms + self.profile.join.sync_ms + merge;
         let launch = self.profile.engines.launch_ms;
         let placed = match placement {
             Placement::Off => cost.primary_ms * scale,
@@ -375,7 +377,8 @@ impl Machine {
         }
         let geometry = self.geometry(run);
         let arithmetic = compute.map(|(_, cpu)| Arithmetic(Arc::clone(cpu)));
-        let world = World::new(&self.profile, &self.checkpoint, &run.faults, run.plan.blocking, arithmetic);
+        let machinery = Machinery::of_profile(&self.profile, &self.checkpoint);
+        let world = World::new(machinery, &run.faults, run.plan.blocking, arithmetic);
         let clock = {
             let world = Arc::clone(&world);
             Arc::new(move || world.now())

@@ -11,14 +11,33 @@ use crate::SimError;
 use crate::form::{Projection, operation_name};
 use crate::profile::{Checkpoint, Profile};
 
-/// Prices of a graph's nodes.
+/// What the nodes of a graph cost, milliseconds.
+pub(crate) trait Prices: Send + Sync {
+    /// What a node's times are added up under.
+    fn name(&self, node: NodeId) -> &'static str;
+    /// A whole node on the primary device.
+    fn primary_ms(&self, node: NodeId, segments: &[Segment]) -> f64;
+    /// A part on the primary device.
+    fn primary_part_ms(&self, node: NodeId, part: &Part) -> f64;
+    /// A part on the CPU.
+    fn cpu_part_ms(&self, node: NodeId, part: &Part) -> f64;
+    /// A part on one instance, which always does a whole tile.
+    fn engine_part_ms(&self, node: NodeId, part: &Part) -> f64;
+    /// Until it is known that the last part is done.
+    fn handover_ms(&self) -> f64;
+    /// What joining the parts of an operation costs the primary device; so many rows of it lie in several parts that have to be merged.
+    fn join_ms(&self, node: NodeId, rows: usize) -> f64;
+}
+
+/// Prices by a profile.
 #[derive(Debug)]
-pub(crate) struct Prices {
+pub(crate) struct ProfilePrices {
     nodes: Vec<Price>,
     tile: f64,
     instances: f64,
     launch_ms: f64,
-    join_ms: f64,
+    handover_ms: f64,
+    sync_ms: f64,
     resumed_after: usize,
 }
 
@@ -54,7 +73,7 @@ struct Seen {
     chosen: usize,
 }
 
-impl Prices {
+impl ProfilePrices {
     /// Prices every node.
     ///
     /// # Errors
@@ -108,52 +127,14 @@ impl Prices {
             tile: profile.tile as f64,
             instances: profile.engines.instances as f64,
             launch_ms: profile.engines.launch_ms,
-            join_ms: profile.join.handover_ms + profile.join.sync_ms,
+            handover_ms: profile.join.handover_ms,
+            sync_ms: profile.join.sync_ms,
             resumed_after: profile.calls.resumed_after,
         })
     }
 
     fn price(&self, node: NodeId) -> &Price {
         &self.nodes[node.0 as usize]
-    }
-
-    /// What its times are added up under.
-    pub(crate) fn name(&self, node: NodeId) -> &'static str {
-        self.price(node).name
-    }
-
-    /// A whole node on the primary device.
-    pub(crate) fn primary_ms(&self, node: NodeId, segments: &[Segment]) -> f64 {
-        let price = self.price(node);
-        let rows: usize = segments.iter().map(|segment| segment.rows).sum();
-        let resumed = segments.iter().any(|segment| segment.position > self.resumed_after);
-        let seen = price.seen.map_or(0.0, |seen| segments.iter().map(|segment| seen.ms(segment)).sum());
-        let call = price.call_ms + if resumed { price.resumed_ms } else { 0.0 };
-        price.primary_ms * rows as f64 / self.tile + call + seen
-    }
-
-    /// A part on the primary device.
-    pub(crate) fn primary_part_ms(&self, node: NodeId, part: &Part) -> f64 {
-        let price = self.price(node);
-        price.primary_ms * self.share(price, part) * part.rows.len() as f64 / self.tile
-    }
-
-    /// A part on the CPU.
-    pub(crate) fn cpu_part_ms(&self, node: NodeId, part: &Part) -> f64 {
-        let price = self.price(node);
-        price.cpu_ms * self.share(price, part) * part.rows.len() as f64 / self.tile
-    }
-
-    /// A part on one instance, which always does a whole tile.
-    pub(crate) fn engine_part_ms(&self, node: NodeId, part: &Part) -> f64 {
-        let price = self.price(node);
-        let tiles = part.procedure.tile as f64 / self.tile;
-        self.launch_ms + price.engine_ms * self.instances * self.share(price, part) * tiles
-    }
-
-    /// Joining the parts of so many rows.
-    pub(crate) fn join_ms(&self, node: NodeId, rows: usize) -> f64 {
-        self.join_ms + self.price(node).merge_ms * rows as f64 / self.tile
     }
 
     /// What part of the node's multiply-adds.
@@ -163,6 +144,45 @@ impl Prices {
             Body::Products { .. } => part.procedure.work() as f64,
         };
         work / price.work
+    }
+}
+
+impl Prices for ProfilePrices {
+    fn name(&self, node: NodeId) -> &'static str {
+        self.price(node).name
+    }
+
+    fn primary_ms(&self, node: NodeId, segments: &[Segment]) -> f64 {
+        let price = self.price(node);
+        let rows: usize = segments.iter().map(|segment| segment.rows).sum();
+        let resumed = segments.iter().any(|segment| segment.position > self.resumed_after);
+        let seen = price.seen.map_or(0.0, |seen| segments.iter().map(|segment| seen.ms(segment)).sum());
+        let call = price.call_ms + if resumed { price.resumed_ms } else { 0.0 };
+        price.primary_ms * rows as f64 / self.tile + call + seen
+    }
+
+    fn primary_part_ms(&self, node: NodeId, part: &Part) -> f64 {
+        let price = self.price(node);
+        price.primary_ms * self.share(price, part) * part.rows.len() as f64 / self.tile
+    }
+
+    fn cpu_part_ms(&self, node: NodeId, part: &Part) -> f64 {
+        let price = self.price(node);
+        price.cpu_ms * self.share(price, part) * part.rows.len() as f64 / self.tile
+    }
+
+    fn engine_part_ms(&self, node: NodeId, part: &Part) -> f64 {
+        let price = self.price(node);
+        let tiles = part.procedure.tile as f64 / self.tile;
+        self.launch_ms + price.engine_ms * self.instances * self.share(price, part) * tiles
+    }
+
+    fn handover_ms(&self) -> f64 {
+        self.handover_ms
+    }
+
+    fn join_ms(&self, node: NodeId, rows: usize) -> f64 {
+        self.sync_ms + self.price(node).merge_ms * rows as f64 / self.tile
     }
 }
 

@@ -2,7 +2,8 @@
 //! the primary device ([`Device::drive`]), which goes from one completion to the next and says what time it is then. So the
 //! executor, its plan and its ledger are those of real runs.
 //!
-//! The last part of an operation that engines took part in is reported when the primary device has joined the parts.
+//! The last part of an operation that engines took part in is reported when the primary device has joined the parts. If it had a part
+//! itself, it waits for the hand-over too, as was measured; of a whole operation it hears later, and does other work until then.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,6 +11,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use troika_base::StepId;
 use troika_device::{Capabilities, Device, DeviceError, DeviceKind, Priority, Report, Work};
 use troika_graph::{NodeId, StepGraph, WeightSource};
@@ -17,7 +19,7 @@ use troika_graph::{NodeId, StepGraph, WeightSource};
 use crate::SimError;
 use crate::arithmetic::Arithmetic;
 use crate::faults::{Faults, noise};
-use crate::price::Prices;
+use crate::price::{Prices, ProfilePrices};
 use crate::profile::{Checkpoint, Profile};
 
 /// Number of the primary device.
@@ -39,6 +41,59 @@ pub(crate) struct OperationUse {
     pub(crate) join_ms: f64,
 }
 
+/// Which devices there are and what they cost.
+pub(crate) struct Machinery {
+    /// For people.
+    title: String,
+    primary: String,
+    engines: Vec<String>,
+    cpu: Option<String>,
+    slowdown: Slowdown,
+    price: Box<Pricing>,
+}
+
+/// Prices the nodes of a graph.
+type Pricing = dyn Fn(&StepGraph) -> Result<Arc<dyn Prices>, SimError> + Send + Sync;
+
+/// How much longer devices take while others work: they share the memory's bandwidth. 1 = not at all. Parts of one split operation were
+/// measured side by side, so theirs is in their price.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize, Serialize)]
+pub struct Slowdown {
+    /// The primary device, while any engine works.
+    pub primary: f64,
+    /// An engine, while the primary device works.
+    pub engines: f64,
+}
+
+impl Slowdown {
+    pub(crate) const NONE: Self = Self { primary: 1.0, engines: 1.0 };
+}
+
+impl Machinery {
+    /// As a profile has it.
+    pub(crate) fn of_profile(profile: &Profile, checkpoint: &Checkpoint) -> Self {
+        let (own, checkpoint) = (profile.clone(), checkpoint.clone());
+        Self {
+            title: profile.title.clone(),
+            primary: profile.primary.name.clone(),
+            engines: (0..profile.engines.instances).map(|i| format!("{}{i}", profile.engines.name)).collect(),
+            cpu: profile.cpu.as_ref().map(|cpu| cpu.name.clone()),
+            slowdown: Slowdown::NONE,
+            price: Box::new(move |graph| Ok(Arc::new(ProfilePrices::of(graph, &own, &checkpoint)?))),
+        }
+    }
+
+    /// A primary device and one engine.
+    pub(crate) fn pair(title: &str, slowdown: Slowdown, price: Box<Pricing>) -> Self {
+        let (primary, engines) = ("primary".to_owned(), vec!["engine".to_owned()]);
+        Self { title: title.to_owned(), primary, engines, cpu: None, slowdown, price }
+    }
+
+    fn num_devices(&self) -> usize {
+        1 + self.engines.len() + usize::from(self.cpu.is_some())
+    }
+}
+
 /// Devices on one clock.
 pub(crate) struct World {
     inner: Mutex<Inner>,
@@ -47,15 +102,16 @@ pub(crate) struct World {
 }
 
 struct Inner {
-    profile: Profile,
-    checkpoint: Checkpoint,
+    machinery: Machinery,
     faults: Faults,
     /// The primary device waits for the parts of a split operation and does nothing else.
     blocking: bool,
     now_ns: u64,
     units: Vec<Unit>,
+    /// Joins of whole operations that nobody has heard of yet, and when that will be.
+    hand_overs: Vec<(u64, Task)>,
     /// Prices of the graphs in use, which are kept so that no other has their address.
-    prices: Vec<(Arc<StepGraph>, Arc<Prices>)>,
+    prices: Vec<(Arc<StepGraph>, Arc<dyn Prices>)>,
     /// Parts of operations that are not done.
     shared: BTreeMap<(StepId, NodeId), SharedOperation>,
     next_task: u64,
@@ -69,6 +125,8 @@ struct SharedOperation {
     left: usize,
     /// Rows of tiles that engines do; each counts once.
     tiles: Vec<Range<usize>>,
+    /// Parts of these: if there are more of them than tiles, their results have to be merged.
+    engine_parts: usize,
     /// The primary device has a part of it.
     is_split: bool,
 }
@@ -81,7 +139,7 @@ struct Unit {
 
 struct Task {
     number: u64,
-    prices: Arc<Prices>,
+    prices: Arc<dyn Prices>,
     what: What,
 }
 
@@ -95,7 +153,8 @@ enum What {
 struct Running {
     task: Task,
     start_ns: u64,
-    end_ns: u64,
+    /// What is left of it, if nothing slows the device down.
+    left_ns: u64,
     failure: Option<String>,
 }
 
@@ -127,22 +186,21 @@ impl Task {
 }
 
 impl World {
-    /// A machine without work; `devices` of them, the primary first, then the instances, then the CPU if there is one.
+    /// A machine without work. Its devices are the primary one, then the instances, then the CPU if there is one.
     pub(crate) fn new(
-        profile: &Profile,
-        checkpoint: &Checkpoint,
+        machinery: Machinery,
         faults: &Faults,
         blocking: bool,
         arithmetic: Option<Arithmetic>,
     ) -> Arc<Self> {
-        let devices = 1 + profile.engines.instances + usize::from(profile.cpu.is_some());
+        let devices = machinery.num_devices();
         let inner = Inner {
-            profile: profile.clone(),
-            checkpoint: checkpoint.clone(),
+            machinery,
             faults: faults.clone(),
             blocking,
             now_ns: 0,
             units: (0..devices).map(|_| Unit { queue: Vec::new(), current: None }).collect(),
+            hand_overs: Vec::new(),
             prices: Vec::new(),
             shared: BTreeMap::new(),
             next_task: 0,
@@ -156,14 +214,12 @@ impl World {
     /// Its devices, for an executor.
     pub(crate) fn devices(self: &Arc<Self>) -> Vec<Arc<dyn Device>> {
         let inner = self.lock();
-        let profile = &inner.profile;
-        let mut names = vec![(profile.primary.name.clone(), DeviceKind::Cpu)];
-        let instances =
-            (0..profile.engines.instances).map(|i| (format!("{}{i}", profile.engines.name), DeviceKind::Npu));
-        names.extend(instances);
-        names.extend(profile.cpu.iter().map(|cpu| (cpu.name.clone(), DeviceKind::Cpu)));
+        let machinery = &inner.machinery;
+        let mut names = vec![(machinery.primary.clone(), DeviceKind::Cpu)];
+        names.extend(machinery.engines.iter().map(|name| (name.clone(), DeviceKind::Npu)));
+        names.extend(machinery.cpu.iter().map(|name| (name.clone(), DeviceKind::Cpu)));
         let device = |(number, (name, kind)): (usize, (String, DeviceKind))| {
-            let description = format!("simulated, {}", profile.title);
+            let description = format!("simulated, {}", machinery.title);
             let capabilities = Capabilities { name, kind, description, threads: 1 };
             Arc::new(SimDevice { world: Arc::clone(self), number, capabilities }) as Arc<dyn Device>
         };
@@ -188,12 +244,12 @@ impl World {
     ///
     /// # Errors
     ///
-    /// If the profile lacks an operation.
+    /// If an operation has no price.
     pub(crate) fn price(&self, graph: &Arc<StepGraph>) -> Result<(), SimError> {
         let mut inner = self.lock();
         if inner.prices.iter().all(|(known, _)| !Arc::ptr_eq(known, graph)) {
-            let prices = Prices::of(graph, &inner.profile, &inner.checkpoint)?;
-            inner.prices.push((Arc::clone(graph), Arc::new(prices)));
+            let prices = (inner.machinery.price)(graph)?;
+            inner.prices.push((Arc::clone(graph), prices));
         }
         Ok(())
     }
@@ -212,15 +268,18 @@ impl Inner {
             let shared = self.shared.entry((work.run.id(), work.nodes[0])).or_default();
             shared.left += 1;
             shared.is_split |= device == PRIMARY;
-            if device != PRIMARY && !shared.tiles.contains(&part.rows) {
-                shared.tiles.push(part.rows.clone());
+            if device != PRIMARY {
+                shared.engine_parts += 1;
+                if !shared.tiles.contains(&part.rows) {
+                    shared.tiles.push(part.rows.clone());
+                }
             }
         }
         let elapsed_ns = Vec::with_capacity(work.nodes.len());
         self.queue(device, prices, What::Work { work, elapsed_ns });
     }
 
-    fn queue(&mut self, device: usize, prices: Arc<Prices>, what: What) {
+    fn queue(&mut self, device: usize, prices: Arc<dyn Prices>, what: What) {
         let number = self.next_task;
         self.next_task += 1;
         self.units[device].queue.push(Task { number, prices, what });
@@ -254,9 +313,8 @@ impl Inner {
             let Some(next) = next else { continue };
             let task = queue.remove(next);
             let (ms, failure) = self.cost(device, &task);
-            let length = (ms * 1e6).round() as u64;
-            let (start_ns, end_ns) = (self.now_ns, self.now_ns + length);
-            self.units[device].current = Some(Running { task, start_ns, end_ns, failure });
+            let (start_ns, left_ns) = (self.now_ns, (ms * 1e6).round() as u64);
+            self.units[device].current = Some(Running { task, start_ns, left_ns, failure });
         }
     }
 
@@ -276,7 +334,7 @@ impl Inner {
                 match &work.part {
                     None => prices.primary_ms(node, &work.run.rows().segments),
                     Some(part) if device == PRIMARY => prices.primary_part_ms(node, part),
-                    Some(part) if device > self.profile.engines.instances => prices.cpu_part_ms(node, part),
+                    Some(part) if device > self.machinery.engines.len() => prices.cpu_part_ms(node, part),
                     Some(part) => {
                         let number = self.dispatches;
                         self.dispatches += 1;
@@ -299,15 +357,54 @@ impl Inner {
         (ms, failure)
     }
 
+    /// How many times as long a device takes now.
+    fn pace(&self, device: usize) -> f64 {
+        let is_busy = |device: usize| self.units[device].current.is_some();
+        let Some(Running { task, .. }) = &self.units[device].current else { return 1.0 };
+        let part = task.operation().and_then(|operation| self.shared.get(&operation));
+        if part.is_some_and(|shared| shared.is_split) {
+            return 1.0;
+        }
+        let Slowdown { primary, engines } = self.machinery.slowdown;
+        let mut instances = 1..=self.machinery.engines.len();
+        match device {
+            PRIMARY if instances.any(is_busy) => primary,
+            _ if instances.contains(&device) && is_busy(PRIMARY) => engines,
+            _ => 1.0,
+        }
+    }
+
+    /// Lets time pass, in which nothing is done.
+    fn pass(&mut self, ns: u64, paces: &[f64]) {
+        for (unit, pace) in self.units.iter_mut().zip(paces) {
+            if let Some(running) = &mut unit.current {
+                running.left_ns = running.left_ns.saturating_sub((ns as f64 / pace).round() as u64);
+            }
+        }
+        self.now_ns += ns;
+    }
+
     /// Goes to the next completion. True if it was reported to somebody.
     fn advance(&mut self) -> bool {
         self.start();
-        let running = |unit: &Unit| unit.current.as_ref().map(|running| running.end_ns);
-        let next = (0..self.units.len()).filter_map(|device| Some((running(&self.units[device])?, device))).min();
-        let (end_ns, device) = next.expect("whoever waits has handed work over");
+        let paces: Vec<f64> = (0..self.units.len()).map(|device| self.pace(device)).collect();
+        let left = |device: usize| self.units[device].current.as_ref().map(|running| running.left_ns);
+        let end_ns = |device: usize| Some(((left(device)? as f64 * paces[device]).round() as u64, device));
+        let next = (0..self.units.len()).filter_map(end_ns).min();
+        let heard = (0..self.hand_overs.len()).min_by_key(|index| self.hand_overs[*index].0);
+        let heard = heard.map(|index| (self.hand_overs[index].0 - self.now_ns, index));
+        if let Some((passed_ns, index)) = heard
+            && next.is_none_or(|(end_ns, _)| passed_ns <= end_ns)
+        {
+            let (_, task) = self.hand_overs.remove(index);
+            self.pass(passed_ns, &paces);
+            self.units[PRIMARY].queue.push(task);
+            return false;
+        }
+        let (passed_ns, device) = next.expect("whoever waits has handed work over");
         let Running { task, start_ns, failure, .. } = self.units[device].current.take().expect("just found");
-        self.now_ns = end_ns;
-        let elapsed = end_ns - start_ns;
+        self.pass(passed_ns, &paces);
+        let elapsed = self.now_ns - start_ns;
         self.note(device, &task, elapsed as f64 / 1e6);
         let Task { number, prices, what } = task;
         match what {
@@ -333,11 +430,11 @@ impl Inner {
     }
 
     fn compute(&self, device: usize, work: &Work, node: NodeId) -> Option<String> {
-        let is_wrong = self.faults.corrupt && (1..=self.profile.engines.instances).contains(&device);
+        let is_wrong = self.faults.corrupt && (1..=self.machinery.engines.len()).contains(&device);
         self.arithmetic.as_ref()?.compute(work, node, is_wrong.then_some(self.faults.seed))
     }
 
-    fn done(&mut self, prices: &Arc<Prices>, work: Work, elapsed_ns: Vec<u64>, failure: Option<String>) -> bool {
+    fn done(&mut self, prices: &Arc<dyn Prices>, work: Work, elapsed_ns: Vec<u64>, failure: Option<String>) -> bool {
         let Work { run, nodes, part, priority, done, .. } = work;
         let step = run.id();
         // Whoever takes the report wants the step for itself.
@@ -352,9 +449,19 @@ impl Inner {
                 let shared = self.shared.remove(&(step, node)).expect("just seen");
                 let rows: usize = shared.tiles.iter().map(|rows| rows.len()).sum();
                 if rows > 0 {
-                    let ms = prices.join_ms(node, rows);
+                    let is_divided = shared.is_split || shared.engine_parts > shared.tiles.len();
+                    let join_ms = prices.join_ms(node, if is_divided { rows } else { 0 });
+                    let handover_ms = prices.handover_ms();
+                    let ms = if shared.is_split { handover_ms + join_ms } else { join_ms };
                     let what = What::Join { step, priority, node, ms, report, done };
-                    self.queue(PRIMARY, Arc::clone(prices), what);
+                    match shared.is_split {
+                        true => self.queue(PRIMARY, Arc::clone(prices), what),
+                        false => {
+                            let task = Task { number: self.next_task, prices: Arc::clone(prices), what };
+                            self.next_task += 1;
+                            self.hand_overs.push((self.now_ns + (handover_ms * 1e6).round() as u64, task));
+                        }
+                    }
                     return false;
                 }
             }

@@ -221,6 +221,43 @@ fn traffic_is_measured_and_kept_prefixes_are_counted() {
     assert!(levels[2]["cached_tokens"].as_u64() >= Some(512), "{}", levels[2]);
 }
 
+/// What is compared, and that predictions come from nodes that were seen; how near they are is a matter of times, so of no test.
+#[test]
+fn predictions_for_this_machine_stand_beside_its_times() {
+    let scratch = Scratch::new();
+    let (model, profiles) = (scratch.arg("model"), scratch.arg("profiles"));
+    let few = ["--tile", "64", "--tiles", "3", "--rounds", "1", "--profiles", &profiles, "--json", "-"];
+    let record = troika(&[&["bench", "cross-check", "--model", &model][..], &few].concat()).ok().json();
+    let rows = record["rows"].as_array().expect("rows");
+    let combinations: std::collections::BTreeSet<String> =
+        rows.iter().map(|row| format!("{} {} {}", row["tokens"], row["engines"], row["wavefront"])).collect();
+    assert_eq!((rows.len(), combinations.len()), (9, 9), "{record}");
+    let number = |of: &Value, name: &str| of[name].as_f64().expect("a number");
+    let mut errors: Vec<f64> =
+        rows.iter().map(|row| (number(row, "predicted_ms") / number(row, "measured_ms") - 1.0).abs()).collect();
+    errors.sort_by(f64::total_cmp);
+    assert!((errors[4] - number(&record, "median_error")).abs() < 1e-9, "{record}");
+    assert!((errors[8] - number(&record, "worst_error")).abs() < 1e-9, "{record}");
+    let seen: Value =
+        serde_json::from_slice(&std::fs::read(scratch.path("profiles/model.json")).expect("written")).expect("JSON");
+    assert_eq!((&seen["model"], &seen["tile"]), (&"model".into(), &64.into()));
+    // Three layers, two and a half tiles with engines off, and shared experts on the engine alone.
+    let shared: Vec<&Value> =
+        seen["nodes"].as_array().expect("nodes").iter().filter(|node| node["op"] == "swiglu").collect();
+    assert_eq!(shared.len(), 3);
+    for node in shared {
+        let at: Vec<_> = node["primary"]
+            .as_array()
+            .expect("times")
+            .iter()
+            .map(|time| (time["rows"].as_u64(), time["position"].as_u64()))
+            .collect();
+        assert_eq!(at, [(Some(32), Some(128)), (Some(64), Some(0)), (Some(64), Some(64))], "{node}");
+        let parts = |name: &str| node[name].as_array().map(Vec::len);
+        assert_eq!((parts("engine_parts"), parts("primary_parts")), (Some(1), Some(0)), "{node}");
+    }
+}
+
 /// On one device, nodes run one after the other.
 #[test]
 fn a_timeline_has_every_node_once_and_in_order() {

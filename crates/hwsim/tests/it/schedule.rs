@@ -17,12 +17,13 @@ fn gain(machine: &Machine, run: &Run) -> f64 {
     (rate(run) / rate(&matched) - 1.0) * 100.0
 }
 
-/// Section 7 of the spec: about 682 tok/s, 8 % over the matched geometry.
+/// Section 7 of the spec: about 682 tok/s, 8 % over the matched geometry. It has a merge and a hand-over of the shared expert on the GPU,
+/// 1 ms of 151: an instance that computes all of it leaves nothing to merge, and the GPU has other work until it hears of it.
 #[test]
 fn query_split_and_the_shared_expert_beside_the_routed_ones() {
     let plan = whole(&[Projection::Shared]).with(Projection::Query, Placement::Split { engines: 0.5, cpu: 0.0 });
     let got = gain(&machine(), &Run::new(16385, Arm::Hybrid, plan));
-    assert!((7.5..8.5).contains(&got), "{got:+.2} %");
+    assert!((8.0..9.0).contains(&got), "{got:+.2} %");
 }
 
 /// Whole projections are waited for with one chunk in flight, and not with several.
@@ -35,7 +36,7 @@ fn a_second_chunk_fills_the_time_in_which_the_first_waits() {
     assert!(one < 5.0 && two > 15.0 && three >= two, "{one:+.1} %, {two:+.1} %, {three:+.1} %");
     // The second chunk never goes before the first in a layer, so a prompt of one chunk gains nothing.
     assert_eq!(at(4097, 1), at(4097, 3));
-    assert!(at(32769, 3) > 19.0);
+    assert!(at(32769, 3) > 20.5);
 }
 
 /// Four prompts keep more chunks apart, and the primary device busy: what is left is bounded by its own work.

@@ -1,6 +1,7 @@
 //! `troika bench`: its flags, and who does the work.
 
 mod compare;
+mod cross_check;
 mod in_process;
 mod load;
 mod matrix;
@@ -31,6 +32,7 @@ enum Command {
     Compare(compare::Args),
     Load(load::Args),
     InProcess(in_process::Args),
+    CrossCheck(cross_check::Args),
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
@@ -39,6 +41,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         Some(Command::Compare(args)) => compare::run(args),
         Some(Command::Load(args)) => load::run(args),
         Some(Command::InProcess(args)) => in_process::run(args),
+        Some(Command::CrossCheck(args)) => cross_check::run(args),
     }
 }
 

@@ -1,0 +1,397 @@
+//! `troika bench cross-check`: is the simulator right about this machine?
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use serde::Serialize;
+use troika_base::NumericClass;
+use troika_engine::{Chunk, Priority, Runner, RunnerOptions, Span, WantLogits};
+use troika_graph::{Acceptance, StepGraph};
+use troika_hwsim::{Observed, Observer, Plan, Predicted, Replay, SeenSpan, SeenStep};
+
+use crate::hybrid::HybridArgs;
+use crate::model_source::{ModelArgs, OpenModel};
+use crate::{builtin, progress, report};
+
+/// Compare the simulator with this machine.
+///
+/// Of each model, some prompts are computed with engines off and on, one chunk after the other, and every node is timed. From these
+/// times the executor predicts, on the simulator's clock, how long other prompts take: other lengths, other splits, several chunks
+/// in flight. These are computed too, in turn with the former, and compared. Machines that change their speed are followed by a
+/// yardstick, a short prompt with engines off and on, before and after everything that counts.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Folder of a checkpoint, or `nano`; may be given several times.
+    #[arg(long, value_name = "DIR", default_value = builtin::NAME)]
+    model: Vec<PathBuf>,
+    /// The engine, as `troika serve` takes it.
+    #[arg(long, value_name = "ENGINE", default_value = "soft:cores=1")]
+    npu: String,
+    /// Threads of the primary device.
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: u16,
+    /// Rows of a tile.
+    #[arg(long, default_value_t = 256, value_name = "S", value_parser = clap::value_parser!(u32).range(64..=65536))]
+    tile: u32,
+    /// Tiles of the longest prompt, the last of which is a half.
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u16).range(3..=1024))]
+    tiles: u16,
+    /// How often everything is measured; medians count.
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
+    rounds: u16,
+    /// Also write what was observed of each model, the profile of this machine, as DIR/MODEL.json.
+    #[arg(long, value_name = "DIR")]
+    profiles: Option<PathBuf>,
+    /// Write the comparison as JSON to FILE, or to standard output with `-`.
+    #[arg(long, value_name = "FILE|-")]
+    json: Option<PathBuf>,
+}
+
+/// What engines do in a run, by its name in the report.
+struct Placements {
+    name: &'static str,
+    place: &'static [(&'static str, &'static str)],
+    /// Chunks in flight, and whether the prompt ends with half a tile.
+    runs: &'static [(usize, bool)],
+    /// Nodes are timed in it; otherwise it is predicted from the others alone.
+    is_observed: bool,
+}
+
+/// Whole operations, halves, and a mixture that is not observed at all.
+const PLACEMENTS: [Placements; 3] = [
+    Placements {
+        name: "all whole",
+        place: &[
+            ("shared", "whole"),
+            ("wq_b", "whole"),
+            ("wo_a", "whole"),
+            ("wo_b", "whole"),
+            ("wq_a", "whole"),
+            ("wkv", "whole"),
+            ("compressor", "whole"),
+            ("indexer_compressor", "primary"),
+        ],
+        runs: &[(1, false), (2, true), (3, true), (3, false)],
+        is_observed: true,
+    },
+    Placements {
+        name: "halves",
+        place: &[
+            ("shared", "whole"),
+            ("wq_b", "split:0.5"),
+            ("wo_a", "split:0.5"),
+            ("wo_b", "split:0.5"),
+            ("wq_a", "split:0.5"),
+            ("wkv", "split:0.5"),
+            ("compressor", "split:0.5"),
+            ("indexer_compressor", "primary"),
+        ],
+        runs: &[(1, false), (2, true)],
+        is_observed: true,
+    },
+    Placements {
+        name: "shared, wo_a whole, wq_b .25, wo_b .75",
+        place: &[
+            ("shared", "whole"),
+            ("wq_b", "split:0.25"),
+            ("wo_a", "whole"),
+            ("wo_b", "split:0.75"),
+            ("wq_a", "primary"),
+            ("wkv", "primary"),
+            ("compressor", "primary"),
+            ("indexer_compressor", "primary"),
+        ],
+        runs: &[(1, false), (1, true), (2, true)],
+        is_observed: false,
+    },
+];
+
+/// One combination. Never read the one number for the other.
+#[derive(Debug, Serialize)]
+struct Row {
+    model: String,
+    tokens: usize,
+    engines: &'static str,
+    wavefront: usize,
+    measured_ms: f64,
+    predicted_ms: Predicted<f64>,
+}
+
+impl Row {
+    /// Of the prediction, relative to what was measured.
+    fn error(&self) -> f64 {
+        self.predicted_ms.predicted() / self.measured_ms - 1.0
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct CrossCheck {
+    kind: &'static str,
+    tile: usize,
+    rows: Vec<Row>,
+    median_error: f64,
+    worst_error: f64,
+}
+
+pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let mut steps = progress::Steps::new();
+    let mut rows = Vec::new();
+    for (done, dir) in args.model.iter().enumerate() {
+        let dir = (dir != Path::new(builtin::NAME)).then(|| dir.clone());
+        let mut model_args = ModelArgs::of(dir, NumericClass::Fast);
+        model_args.threads = args.threads;
+        let model = model_args.open()?;
+        let mut tell = |what: &str| {
+            steps.show(done, args.model.len(), &format!("{}: {what}", model.name));
+        };
+        let options = model_args.runner_options(NumericClass::Fast);
+        let mut subject = Subject { args, model: &model, options, observer: Observer::default(), yardstick: None };
+        let measured = PLACEMENTS.iter().map(|placements| subject.measure(placements, &mut tell));
+        let measured: Vec<Measured> = measured.collect::<Result<_>>()?;
+        let observed = Arc::new(subject.observed(&measured)?);
+        if let Some(dir) = &args.profiles {
+            std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+            report::write_json(&dir.join(format!("{}.json", model.name)), &*observed)?;
+        }
+        for (placements, measured) in PLACEMENTS.iter().zip(&measured) {
+            for ((wavefront, with_half), measured_ms) in placements.runs.iter().zip(&measured.runs) {
+                let tokens = subject.tokens(*with_half);
+                let predicted_ms = subject.replay(&measured.plan, tokens, *wavefront).predict(&observed)?;
+                rows.push(Row {
+                    model: model.name.clone(),
+                    tokens,
+                    engines: placements.name,
+                    wavefront: *wavefront,
+                    measured_ms: *measured_ms,
+                    predicted_ms,
+                });
+            }
+        }
+    }
+    steps.end();
+    let errors: Vec<f64> = rows.iter().map(|row| row.error().abs()).collect();
+    let check = CrossCheck {
+        kind: "cross-check of predictions with measurements",
+        tile: args.tile as usize,
+        median_error: report::median(&errors).expect("there is a model at least"),
+        worst_error: errors.iter().copied().fold(0.0, f64::max),
+        rows,
+    };
+    match &args.json {
+        Some(target) => report::write_json(target, &check)?,
+        None => report::print(&table(&check))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn table(check: &CrossCheck) -> String {
+    let mut text = "PREDICTED by the simulator from times of single nodes, beside what was measured\n\n".to_owned();
+    text += &format!(
+        "{:<14}{:>8}  {:<40}{:>10}{:>14}{:>15}{:>9}\n",
+        "model", "tokens", "on the engine", "in flight", "measured ms", "PREDICTED ms", "error"
+    );
+    for row in &check.rows {
+        text += &format!(
+            "{:<14}{:>8}  {:<40}{:>10}{:>14.1}{:>15.1}{:>+7.1} %\n",
+            row.model,
+            row.tokens,
+            row.engines,
+            row.wavefront,
+            row.measured_ms,
+            row.predicted_ms,
+            row.error() * 100.0
+        );
+    }
+    let (median, worst) = (check.median_error * 100.0, check.worst_error * 100.0);
+    text + &format!("\n{} combinations: median error {median:.1} %, worst {worst:.1} %\n", check.rows.len())
+}
+
+/// Before and after a run, the yardstick may differ so much; else the machine has changed its speed meanwhile.
+const STEADY: f64 = 0.04;
+/// How often a run is made for that, at most.
+const ATTEMPTS: usize = 4;
+/// A yardstick takes so long at least.
+const YARDSTICK_MS: f64 = 60.0;
+
+/// A run on the devices of this machine.
+struct Seen {
+    ms: f64,
+    steps: Vec<StepSeen>,
+}
+
+struct StepSeen {
+    /// Since the run began.
+    start_ms: f64,
+    position: usize,
+    rows: usize,
+    graph: Arc<StepGraph>,
+    /// Empty unless they are kept.
+    spans: Vec<Span>,
+}
+
+/// Computes a prompt with so many chunks in flight, or with engines off.
+fn compute(runner: &mut Runner, tile: usize, tokens: usize, wavefront: Option<usize>) -> Result<Seen> {
+    let vocab_size = runner.config().vocab_size;
+    let prompt: Vec<u32> = (0..tokens).map(|i| (i * 7919 % vocab_size) as u32).collect();
+    let sequence = runner.new_sequence();
+    // Engines take no part in decode steps.
+    let priority = if wavefront.is_some() { Priority::Prefill } else { Priority::Decode };
+    let (mut submitted, mut steps) = (VecDeque::new(), Vec::new());
+    let mut chunks = prompt.chunks(tile);
+    let (start, mut position) = (Instant::now(), 0);
+    loop {
+        while submitted.len() < wavefront.unwrap_or(1)
+            && let Some(tokens) = chunks.next()
+        {
+            submitted.push_back((start.elapsed().as_secs_f64() * 1e3, tokens.len()));
+            let chunk = Chunk { sequence, tokens, logits: WantLogits::No, acceptance: Acceptance::Whole };
+            runner.submit(&[chunk], priority)?;
+        }
+        // Chunks of a sequence are done in order.
+        let Some((start_ms, rows)) = submitted.pop_front() else { break };
+        let (_, mut forward) = runner.next_done()?;
+        let (graph, spans) = (Arc::clone(forward.graph()), std::mem::take(&mut forward.spans));
+        runner.recycle(forward);
+        steps.push(StepSeen { start_ms, position, rows, graph, spans });
+        position += rows;
+    }
+    let ms = start.elapsed().as_secs_f64() * 1e3;
+    runner.drop_sequence(sequence);
+    Ok(Seen { ms, steps })
+}
+
+impl Seen {
+    /// At the usual speed of the machine.
+    fn steps(&self, scale: f64) -> Vec<SeenStep<'_>> {
+        let steps = self.steps.iter().map(|step| {
+            let at = |ns: u64| (step.start_ms + ns as f64 / 1e6) * scale;
+            let spans = step.spans.iter().map(|span| SeenSpan {
+                node: span.node,
+                device: span.device,
+                start_ms: at(span.start_ns),
+                end_ms: at(span.end_ns),
+            });
+            SeenStep { graph: &step.graph, rows: step.rows, position: step.position, spans: spans.collect() }
+        });
+        steps.collect()
+    }
+}
+
+/// A model on this machine.
+struct Subject<'a> {
+    args: &'a Args,
+    model: &'a OpenModel,
+    options: RunnerOptions,
+    observer: Observer,
+    /// Prompts of one tile, engines off and on; and what they usually take.
+    yardstick: Option<(usize, f64)>,
+}
+
+/// What was measured with engines placed in some way.
+struct Measured {
+    plan: Plan,
+    /// Of [`Placements::runs`], milliseconds.
+    runs: Vec<f64>,
+    /// The longest prompt with one chunk in flight, and one of two tiles with two, if they were observed.
+    observed_ms: Option<[f64; 2]>,
+}
+
+impl Subject<'_> {
+    fn tile(&self) -> usize {
+        self.args.tile as usize
+    }
+
+    fn tokens(&self, with_half: bool) -> usize {
+        let (tile, tiles) = (self.tile(), usize::from(self.args.tiles));
+        if with_half { tiles * tile - tile / 2 } else { (tiles - 1) * tile }
+    }
+
+    fn measure(&mut self, placements: &Placements, tell: &mut dyn FnMut(&str)) -> Result<Measured> {
+        let place = placements.place.iter().map(|(kind, place)| ((*kind).to_owned(), (*place).to_owned())).collect();
+        let hybrid = HybridArgs::of(&self.args.npu, self.tile(), 0, &place).context("--npu")?;
+        tell(&format!("{}, loading", placements.name));
+        let (mut runner, _) = self.model.hybrid_runner(self.options, &hybrid, Some(1))?;
+        ensure!(!runner.executor().plan().is_primary(), "{}: nothing is placed: {}", placements.name, runner.feature());
+        let plan = runner.executor().plan().clone();
+        let (tile, longest) = (self.tile(), self.tokens(true));
+        compute(&mut runner, tile, longest, Some(1))?;
+        compute(&mut runner, tile, longest, None)?;
+        let mut runs = vec![Vec::new(); placements.runs.len()];
+        let mut observed_ms = [Vec::new(), Vec::new()];
+        for round in 0..self.args.rounds {
+            tell(&format!("{}, round {} of {}", placements.name, round + 1, self.args.rounds));
+            runner.keep_spans(true);
+            let (seen, scale) = self.timed(&mut runner, longest, None)?;
+            self.observer.add_off(&seen.steps(scale), seen.ms * scale);
+            if placements.is_observed {
+                let (seen, scale) = self.timed(&mut runner, longest, Some(1))?;
+                self.observer.add_on(&seen.steps(scale), &plan, tile);
+                observed_ms[0].push(seen.ms * scale);
+                let (seen, scale) = self.timed(&mut runner, 2 * tile, Some(2))?;
+                self.observer.add_beside(&seen.steps(scale), &plan);
+                observed_ms[1].push(seen.ms * scale);
+            }
+            runner.keep_spans(false);
+            for ((wavefront, with_half), times) in placements.runs.iter().zip(&mut runs) {
+                let (seen, scale) = self.timed(&mut runner, self.tokens(*with_half), Some(*wavefront))?;
+                times.push(seen.ms * scale);
+            }
+        }
+        let runs = runs.iter().map(|times| report::median(times).expect("there is a round at least")).collect();
+        let [alone, beside] = observed_ms.map(|times| report::median(&times));
+        Ok(Measured { plan, runs, observed_ms: alone.zip(beside).map(|(alone, beside)| [alone, beside]) })
+    }
+
+    /// A run, and what its times are multiplied by so that they are at the usual speed of the machine.
+    fn timed(&mut self, runner: &mut Runner, tokens: usize, wavefront: Option<usize>) -> Result<(Seen, f64)> {
+        let mut before = self.yardstick(runner)?;
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            let seen = compute(runner, self.tile(), tokens, wavefront)?;
+            let after = self.yardstick(runner)?;
+            if (after / before - 1.0).abs() <= STEADY || attempt == ATTEMPTS {
+                let (_, usual) = self.yardstick.expect("it was used just now");
+                return Ok((seen, usual / ((before + after) / 2.0)));
+            }
+            before = after;
+        }
+    }
+
+    fn yardstick(&mut self, runner: &mut Runner) -> Result<f64> {
+        let tile = self.tile();
+        // With engines on as well, or nobody would see that only their core is slow.
+        let mut once = || anyhow::Ok(compute(runner, tile, tile, None)?.ms + compute(runner, tile, tile, Some(1))?.ms);
+        let (times, _) = match self.yardstick {
+            Some(known) => known,
+            None => {
+                let ms = once()?;
+                let times = (YARDSTICK_MS / ms).ceil().max(1.0) as usize;
+                let usual = (0..times).map(|_| once()).sum::<Result<f64>>()?;
+                *self.yardstick.insert((times, usual))
+            }
+        };
+        (0..times).map(|_| once()).sum()
+    }
+
+    fn replay<'b>(&'b self, plan: &'b Plan, tokens: usize, wavefront: usize) -> Replay<'b> {
+        Replay { config: &self.model.config.model, facts: self.model.facts(), plan, tokens, wavefront }
+    }
+
+    /// Everything that was observed.
+    fn observed(&self, measured: &[Measured]) -> Result<Observed> {
+        let (mut alone, mut beside, mut took) = (Vec::new(), Vec::new(), [0.0; 2]);
+        for Measured { plan, observed_ms, .. } in measured {
+            let Some([alone_ms, beside_ms]) = observed_ms else { continue };
+            alone.push(self.replay(plan, self.tokens(true), 1));
+            beside.push(self.replay(plan, 2 * self.tile(), 2));
+            took = [took[0] + alone_ms, took[1] + beside_ms];
+        }
+        let observed = self.observer.observed(&self.model.name, self.tile());
+        Ok(observed.fitted((&alone, took[0]), (&beside, took[1]))?)
+    }
+}
