@@ -30,6 +30,9 @@ pub struct Evidence {
     pub tiles_in_chunks: u64,
     /// Requests without a record.
     pub missing: u64,
+    /// Requests whose engines were simulated: no time of them is an engine's.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub simulated: u64,
     /// Requests of which not exactly what was planned was dispatched. A sum alone would let one make up for another.
     pub deviating: u64,
 }
@@ -44,6 +47,8 @@ pub enum Engagement {
     Degraded { ratio: f64, reasons: Vec<String> },
     /// None of it ran.
     NotEngaged { reasons: Vec<String> },
+    /// Engines were simulated, whatever ran: nothing was measured.
+    Simulated { reasons: Vec<String> },
 }
 
 impl Engagement {
@@ -53,6 +58,7 @@ impl Engagement {
             Self::Hybrid => "hybrid".to_owned(),
             Self::Degraded { ratio, .. } => format!("DEGRADED {:.1} %", ratio * 100.0),
             Self::NotEngaged { .. } => "NOT ENGAGED".to_owned(),
+            Self::Simulated { .. } => "SIMULATED".to_owned(),
         }
     }
 
@@ -60,7 +66,7 @@ impl Engagement {
     pub fn reasons(&self) -> &[String] {
         match self {
             Self::Hybrid => &[],
-            Self::Degraded { reasons, .. } | Self::NotEngaged { reasons } => reasons,
+            Self::Degraded { reasons, .. } | Self::NotEngaged { reasons } | Self::Simulated { reasons } => reasons,
         }
     }
 
@@ -84,6 +90,7 @@ impl Evidence {
                 *evidence.narrowed_by.entry(rule.to_owned()).or_default() += 1;
             }
         }
+        evidence.simulated = u64::from(record["plan"]["simulated"] == true);
         for (kind, plan) in members(&record["plan"]["kinds"]) {
             evidence.planned.insert(kind.clone(), plan["planned_ops"].as_u64().unwrap_or(0));
         }
@@ -121,6 +128,7 @@ impl Evidence {
         self.tiles_in_prompts += other.tiles_in_prompts;
         self.tiles_in_chunks += other.tiles_in_chunks;
         self.missing += other.missing;
+        self.simulated += other.simulated;
         self.deviating += other.deviating;
     }
 
@@ -162,7 +170,10 @@ impl Evidence {
                 reasons.push(format!("{count} operations fell back: {reason}"));
             }
         }
-        if dispatched == 0 {
+        if self.simulated > 0 {
+            reasons.push(format!("engines were simulated in {} requests: no time is theirs", self.simulated));
+            Engagement::Simulated { reasons }
+        } else if dispatched == 0 {
             Engagement::NotEngaged { reasons }
         } else if reasons.is_empty() {
             Engagement::Hybrid
@@ -170,6 +181,11 @@ impl Evidence {
             Engagement::Degraded { ratio: dispatched.min(planned) as f64 / planned.max(1) as f64, reasons }
         }
     }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 fn members(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
@@ -211,6 +227,10 @@ mod tests {
         let state = of(&record(63, 4, 4, &json!({})), 129);
         assert!(state.reasons()[0].contains("63 x1, narrowed by max_itl"), "{state:?}");
         assert_eq!(of(&json!({}), 129).label(), "NOT ENGAGED");
+        let mut simulated = record(128, 4, 4, &json!({}));
+        simulated["plan"]["simulated"] = json!(true);
+        let state = of(&simulated, 129);
+        assert_eq!((state.label().as_str(), state.is_hybrid(), state.reasons().len()), ("SIMULATED", false, 1));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use troika_base::NumericClass;
 use troika_device::DeviceError;
 use troika_device::npu::cache::Cached;
 use troika_device::npu::ort::{Form, LIBRARY_NAME, Ort, OrtOptions, Provider};
+use troika_device::npu::sim::{Sim, SimFaults, SimRates};
 use troika_device::npu::soft::{Soft, SoftOptions};
 use troika_device::npu::{NpuBackend, NpuError};
 use troika_engine::{Choice, CostTable, FeatureState, HybridOptions, HybridStatus, Placement};
@@ -24,7 +25,9 @@ use crate::size::Size;
 pub(crate) struct HybridArgs {
     /// A neural engine beside the CPU: `soft`, which computes on cores of its own, optionally with `:cores=N,instances=N`; or
     /// `ort`, one that ONNX Runtime knows, optionally with
-    /// `:lib=PATH,provider=cpu|qnn|openvino|coreml|vitis,plugin=PATH,form=qdq|float,instances=N,threads=N,set.NAME=VALUE`.
+    /// `:lib=PATH,provider=cpu|qnn|openvino|coreml|vitis,plugin=PATH,form=qdq|float,instances=N,threads=N,set.NAME=VALUE`; or
+    /// `sim`, a simulated one that computes like `soft` and fails on demand, with --hybrid on and optionally with
+    /// `:cores=N,instances=N,tops=X,launch-us=X,compile-limit=SIZE,fail-loads=N,bank-limit=SIZE,copies=on,fail-at=N,corrupt=X,corrupt-from=N`.
     #[arg(long, value_name = "ENGINE")]
     npu: Option<NpuSpec>,
     /// Whether the engines of --npu take part in prefill: `auto` if prompts are predicted to be shorter with them, `on`
@@ -41,6 +44,10 @@ pub(crate) struct HybridArgs {
     /// nothing is measured: then others are the CPU's, but for the shared expert (whole) and wq_b (split in half).
     #[arg(long, value_delimiter = ',', value_name = "KIND=PLACEMENT,...")]
     place: Vec<PlaceSpec>,
+    /// Hand over the projections that share a layer's input (wq_a, wkv, compressors, the indexer's weights) as one, which --place calls
+    /// attention_input.
+    #[arg(long)]
+    stack_inputs: bool,
     /// Measure again what projections cost on each device, even if it is known from an earlier start.
     #[arg(long)]
     calibrate: bool,
@@ -81,9 +88,11 @@ enum Hybrid {
 }
 
 /// An engine, as it is named on the command line.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum NpuSpec {
     Soft(SoftOptions),
+    /// What computes, what goes wrong, how long it would take.
+    Sim(SoftOptions, SimFaults, SimRates),
     /// Without places if no library is named.
     Ort(OrtOptions),
 }
@@ -98,7 +107,8 @@ impl FromStr for NpuSpec {
         match name {
             "soft" => soft_options(pairs).map(Self::Soft),
             "ort" => ort_options(pairs).map(Self::Ort),
-            _ => Err(format!("unknown engine `{name}`: expected `soft` or `ort`")),
+            "sim" => sim_options(pairs),
+            _ => Err(format!("unknown engine `{name}`: expected `soft`, `ort` or `sim`")),
         }
     }
 }
@@ -113,6 +123,42 @@ fn soft_options<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<S
         }
     }
     Ok(options)
+}
+
+fn sim_options<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<NpuSpec, String> {
+    let (mut soft, mut faults, mut rates) = (SoftOptions::default(), SimFaults::default(), SimRates::default());
+    for (key, value) in pairs {
+        let run = || value.parse::<u64>().map_err(|_| format!("{key} must be the number of a run, not `{value}`"));
+        let bytes = || value.parse::<Size>().map(|size| size.0).map_err(|error| format!("{key}: {error}"));
+        let number = || match value.parse::<f64>() {
+            Ok(number) if number > 0.0 && number.is_finite() => Ok(number),
+            _ => Err(format!("{key} must be a number above 0, not `{value}`")),
+        };
+        match key {
+            "cores" => soft.cores = count(key, value)?,
+            "instances" => soft.instances = count(key, value)?,
+            "tops" => rates.tops = number()?,
+            "launch-us" => rates.launch_us = number()?,
+            "compile-limit" => faults.compile_limit = Some(bytes()?),
+            "bank-limit" => faults.bank_limit = Some(bytes()?),
+            "fail-loads" => faults.failing_loads = count(key, value)? as u32,
+            "fail-at" => faults.failing_run = Some(run()?),
+            "corrupt" => faults.noise = number()? as f32,
+            "corrupt-from" => faults.noise_from = Some(run()?),
+            "copies" if value == "on" => faults.copies_weights = true,
+            "copies" => return Err(format!("copies is `on` or left out, not `{value}`")),
+            _ => {
+                return Err(format!(
+                    "unknown setting `{key}`: expected cores, instances, tops, launch-us, compile-limit, fail-loads, \
+                     bank-limit, copies, fail-at, corrupt or corrupt-from"
+                ));
+            }
+        }
+    }
+    if faults.noise_from.is_some() && faults.noise == 0.0 {
+        return Err("corrupt-from needs corrupt, what is added to results from there on".to_owned());
+    }
+    Ok(NpuSpec::Sim(soft, faults, rates))
 }
 
 fn ort_options<'a>(pairs: impl Iterator<Item = (&'a str, &'a str)>) -> Result<OrtOptions, String> {
@@ -184,19 +230,33 @@ impl NpuSpec {
         match self {
             Self::Soft(_) => "soft",
             Self::Ort(_) => "ort",
+            Self::Sim(..) => "sim",
         }
+    }
+
+    /// True if no time with it is an engine's.
+    pub(crate) fn is_simulated(&self) -> bool {
+        matches!(self, Self::Sim(..))
+    }
+
+    fn start_soft(&self, options: SoftOptions) -> Result<Arc<dyn NpuBackend>, NpuError> {
+        let unavailable = |error: DeviceError| {
+            let (name, reason) = (self.name().to_owned(), error.to_string());
+            NpuError::Unavailable { name, reason }
+        };
+        Ok(Arc::new(Soft::start(options).map_err(unavailable)?))
     }
 
     /// Starts the engine; also returns the cores that it takes from the CPU. What it compiles is kept in `store`, if that is
     /// worth while.
     pub(crate) fn start(&self, store: Option<ProgramStore>) -> Result<(Arc<dyn NpuBackend>, usize), NpuError> {
         match self {
-            Self::Soft(options) => {
-                let soft = Soft::start(*options);
-                let reason = |error: DeviceError| error.to_string();
-                let soft =
-                    soft.map_err(|error| NpuError::Unavailable { name: "soft".to_owned(), reason: reason(error) })?;
-                Ok((Arc::new(soft), options.cores * options.instances))
+            Self::Soft(options) => Ok((self.start_soft(*options)?, options.cores * options.instances)),
+            Self::Sim(soft, faults, rates) => {
+                let sim = Sim::new(self.start_soft(*soft)?, faults.clone()).with_rates(*rates);
+                // The warm-up counts too, so that it can fail.
+                sim.arm();
+                Ok((Arc::new(sim), soft.cores * soft.instances))
             }
             Self::Ort(options) => {
                 let mut options = options.clone();
@@ -227,7 +287,8 @@ impl NpuSpec {
 struct PlaceSpec(Kind, Placement);
 
 /// Kinds of projections, by the names that they have on the command line.
-const KINDS: [(&str, Kind); 8] = [
+const KINDS: [(&str, Kind); 9] = [
+    ("attention_input", Kind::AttentionInput),
     ("wq_a", Kind::WqA),
     ("wq_b", Kind::WqB),
     ("wkv", Kind::Wkv),
@@ -308,6 +369,7 @@ impl HybridArgs {
             tile: u32::try_from(tile)?,
             tail: Some(u32::try_from(tail)?),
             place,
+            stack_inputs: false,
             calibrate: false,
             plan_dir: None,
             program_limit: Size(16 << 30),
@@ -331,6 +393,11 @@ impl HybridArgs {
         self.npu.is_some() && self.hybrid != Hybrid::Off
     }
 
+    /// True if the engine that takes part is simulated.
+    pub(crate) fn is_simulated(&self) -> bool {
+        self.names_engine() && self.npu.as_ref().is_some_and(NpuSpec::is_simulated)
+    }
+
     /// Starts the engine that was named, if it is to take part.
     pub(crate) fn wish(&self) -> Result<Wished> {
         let Some(spec) = &self.npu else {
@@ -345,8 +412,22 @@ impl HybridArgs {
             ensure!(!self.require_engaged, "--require-engaged contradicts --hybrid off");
             return Ok(Wished::Nothing);
         }
+        ensure!(
+            !spec.is_simulated() || (self.hybrid == Hybrid::On && !self.calibrate),
+            "--npu sim is a simulated engine, with no times to choose by: say --hybrid on; `troika sim` predicts times"
+        );
         let mut said = BTreeMap::new();
         for PlaceSpec(kind, placement) in &self.place {
+            let name = name_of(*kind).unwrap_or_default();
+            match kind {
+                Kind::AttentionInput => {
+                    ensure!(self.stack_inputs, "--place {name}: these are one projection with --stack-inputs alone");
+                }
+                Kind::WqA | Kind::Wkv | Kind::CsaCompressor | Kind::IndexerCompressor => {
+                    ensure!(!self.stack_inputs, "--place {name}: with --stack-inputs it is a part of attention_input");
+                }
+                _ => {}
+            }
             said.insert(*kind, *placement);
             if *kind == Kind::CsaCompressor {
                 said.insert(Kind::HcaCompressor, *placement);
@@ -359,6 +440,7 @@ impl HybridArgs {
             tail_threshold: self.tail.unwrap_or(0) as usize,
             placements,
             memory_bytes: u64::MAX,
+            stack_inputs: self.stack_inputs,
         };
         let dir = program_dir(self.plan_dir.as_deref());
         let store = dir.map(|dir| ProgramStore { dir, limit_bytes: self.program_limit.0 });
@@ -373,8 +455,10 @@ impl HybridArgs {
         let limits = wish.backend.limits();
         let tile = wish.options.tile;
         // What cannot be is found out, with its reason, when engines are prepared.
-        let is_possible =
-            class == NumericClass::Fast && tile >= limits.min_tile && tile.is_multiple_of(limits.tile_multiple);
+        let is_possible = class == NumericClass::Fast
+            && tile >= limits.min_tile
+            && tile.is_multiple_of(limits.tile_multiple)
+            && wish.backend.simulated_ns().is_none();
         is_possible && (self.hybrid == Hybrid::Auto || self.place.is_empty())
     }
 
@@ -443,8 +527,11 @@ impl HybridArgs {
         }
     }
 
-    /// Fails if engines had to run and did not.
+    /// Fails if engines had to run and did not, or are none.
     pub(crate) fn check_engaged(&self, state: &FeatureState) -> Result<()> {
+        if self.require_engaged && self.is_simulated() {
+            bail!("hybrid: SIMULATED: no time of this is an engine's");
+        }
         if self.require_engaged && *state != FeatureState::Engaged {
             bail!("hybrid: NOT ENGAGED: the engines are {state}");
         }
@@ -455,6 +542,11 @@ impl HybridArgs {
 /// What engines did, as a table for people.
 pub(crate) fn table(hybrid: &HybridStatus) -> String {
     let mut text = format!("\nhybrid: {}; class {}, tile {}\n", hybrid.state, hybrid.numeric_class, hybrid.tile);
+    if let Some(simulated) = &hybrid.simulated_ms {
+        let times = simulated.iter().map(|(device, ms)| format!("{device} {ms:.1} ms"));
+        let times = times.collect::<Vec<_>>().join(", ");
+        text += &format!("SIMULATED: no time here is an engine's; predicted for what they were given: {times}\n");
+    }
     if hybrid.kinds.is_empty() {
         return text;
     }
@@ -489,6 +581,20 @@ mod tests {
         let soft = |cores, instances| NpuSpec::Soft(SoftOptions { cores, instances, ..SoftOptions::default() });
         assert_eq!("soft:cores=2,instances=3".parse(), Ok(soft(2, 3)));
         assert_eq!("soft".parse(), Ok(soft(1, 1)));
+        let text = "sim:instances=2,tops=6,fail-at=40,corrupt=0.5,corrupt-from=90,bank-limit=2M,copies=on";
+        let faults = SimFaults {
+            failing_run: Some(40),
+            noise: 0.5,
+            noise_from: Some(90),
+            bank_limit: Some(2 << 20),
+            copies_weights: true,
+            ..SimFaults::default()
+        };
+        let two = SoftOptions { instances: 2, ..SoftOptions::default() };
+        assert_eq!(text.parse(), Ok(NpuSpec::Sim(two, faults, SimRates { tops: 6.0, ..SimRates::default() })));
+        for wrong in ["sim:corrupt-from=3", "sim:tops=0", "sim:copies=off", "sim:fail-at=x", "sim:threads=1"] {
+            assert!(wrong.parse::<NpuSpec>().is_err(), "{wrong}");
+        }
         for wrong in ["ane", "soft:cores=0", "soft:cores", "soft:threads=2"] {
             assert!(wrong.parse::<NpuSpec>().is_err(), "{wrong}");
         }

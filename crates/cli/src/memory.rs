@@ -19,6 +19,7 @@ const LEAST: u64 = 8;
 pub(crate) struct MemoryArgs {
     /// Memory for the state of all sequences, the values of steps and what neural engines hold, e.g. 4G; weights and kept
     /// prefixes are not part of it.
+    /// Neural engines get half of it at most; what they cannot hold stays with the CPU.
     /// Without it, what is free now less weights, kept prefixes and a tenth.
     #[arg(long, value_name = "SIZE")]
     memory_limit: Option<Size>,
@@ -32,6 +33,12 @@ impl MemoryArgs {
             (None, Some(free)) => default_limit(free, weights_bytes, cache_bytes),
             (None, None) => u64::MAX,
         }
+    }
+
+    /// Most bytes that neural engines may hold: half of what the user said. What the system has free changes from start to start,
+    /// and with it would the plan and the numeric class, so without a word of the user there is no limit.
+    pub(crate) fn of_engines(self) -> u64 {
+        self.memory_limit.map_or(u64::MAX, |Size(bytes)| bytes / 2)
     }
 }
 

@@ -154,13 +154,14 @@ impl OpenModel {
         Ok(runner)
     }
 
-    /// As [`Self::runner`], with the neural engines that the command line names; and how many chunks of prompts are best in
-    /// flight, unless `wavefront` says that.
+    /// As [`Self::runner`], with the neural engines that the command line names, which may hold `memory_bytes`; and how many chunks
+    /// of prompts are best in flight, unless `wavefront` says that.
     pub(crate) fn hybrid_runner(
         &self,
         mut options: RunnerOptions,
         hybrid: &HybridArgs,
         wavefront: Option<usize>,
+        memory_bytes: u64,
     ) -> Result<(Runner, usize)> {
         let said = wavefront.unwrap_or(1);
         let mut wish = match hybrid.wish()? {
@@ -171,6 +172,7 @@ impl OpenModel {
             }
             Wished::Engines(wish) => wish,
         };
+        wish.options.memory_bytes = memory_bytes;
         let alone = options;
         options.cpu = beside(options.cpu, &wish);
         let choice = self.expect_of_engines(hybrid, &mut wish, &alone, wavefront)?;
@@ -207,10 +209,10 @@ impl OpenModel {
         wavefront: Option<usize>,
     ) -> Result<Option<Choice>> {
         let backend = Arc::clone(&wish.backend);
-        let tile = wish.options.tile;
+        let (tile, stack_inputs) = (wish.options.tile, wish.options.stack_inputs);
         let (cpu, cpu_alone) = (beside(alone.cpu, wish), alone.cpu);
         let measure = |dir: Option<&Path>, afresh: bool| {
-            self.measure_engines(&Calibration { backend: &backend, tile, cpu, cpu_alone }, dir, afresh)
+            self.measure_engines(&Calibration { backend: &backend, tile, stack_inputs, cpu, cpu_alone }, dir, afresh)
         };
         hybrid.complete(wish, alone.class, measure, |table, said| {
             choose_engines(&self.config.model, &self.facts, table, said, wavefront)

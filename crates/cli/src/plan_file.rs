@@ -12,7 +12,7 @@ use troika_engine::{Calibration, CostTable};
 use crate::report::write_whole;
 
 /// Raised whenever the file or what is measured changes.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// What the measurement depends on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,6 +22,7 @@ pub(crate) struct Key {
     build: String,
     weights: String,
     tile: usize,
+    stack_inputs: bool,
     engine: String,
     cpu: String,
     /// Threads of the CPU beside engines and without.
@@ -31,12 +32,13 @@ pub(crate) struct Key {
 impl Key {
     /// `weights` is their digest.
     pub(crate) fn new(weights: String, calibration: &Calibration<'_>) -> Self {
-        let Calibration { backend, tile, cpu, cpu_alone } = calibration;
+        let Calibration { backend, tile, stack_inputs, cpu, cpu_alone } = calibration;
         Self {
             version: VERSION,
             build: env!("CARGO_PKG_VERSION").to_owned(),
             weights,
             tile: *tile,
+            stack_inputs: *stack_inputs,
             engine: format!("{}, {}, {}", backend.name(), backend.description(), backend.version()),
             cpu: format!("{}, {:?}", cpu_name(), cpu.level),
             threads: [cpu.threads, cpu_alone.threads],
@@ -143,6 +145,7 @@ mod tests {
             build: "1".to_owned(),
             weights: weights.to_owned(),
             tile: 64,
+            stack_inputs: false,
             engine: "soft".to_owned(),
             cpu: "cpu".to_owned(),
             threads: [1, 2],
@@ -150,6 +153,7 @@ mod tests {
         let file = PlanFile::of(Some(dir.path()), key("a")).expect("there is a folder");
         assert_eq!(file.read(), None);
         let costs = CostTable {
+            stack_inputs: false,
             tile: 64,
             threads: 1,
             threads_alone: 2,
@@ -161,6 +165,8 @@ mod tests {
         file.write(&costs);
         assert_eq!(file.read(), Some(costs));
         assert_eq!(fs::read_dir(dir.path()).expect("readable").count(), 1, "no part is left behind");
+        let stacked = PlanFile::of(Some(dir.path()), Key { stack_inputs: true, ..key("a") });
+        assert_eq!(stacked.expect("there is a folder").read(), None, "of other operations");
         let other = PlanFile::of(Some(dir.path()), key("b")).expect("there is a folder");
         assert_eq!(other.read(), None);
         fs::copy(&file.path, &other.path).expect("copied");

@@ -21,7 +21,7 @@ pub(crate) struct TuningArgs {
     #[arg(
         long,
         value_name = "FILE",
-        conflicts_with_all = ["npu", "hybrid", "tile", "tail", "place", "calibrate", "plan_dir", "wavefront"]
+        conflicts_with_all = ["npu", "hybrid", "tile", "tail", "place", "stack_inputs", "calibrate", "plan_dir", "wavefront"]
     )]
     tuning: Option<PathBuf>,
 }

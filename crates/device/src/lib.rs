@@ -23,7 +23,7 @@ use troika_base::StepId;
 use troika_graph::{NodeId, WeightKey, WeightSource};
 
 pub use mapped::map_file;
-use npu::{Procedure, ProcedureId};
+use npu::{NpuError, Procedure, ProcedureId};
 pub use run::StepRun;
 pub use slot::{Columns, Output, ReadSlot, WriteColumns, WriteSlot};
 pub use state::{SequenceState, StateShape};
@@ -138,6 +138,15 @@ pub enum DeviceError {
     },
 }
 
+/// Runs a procedure on the tile that it is given.
+pub type RunTile<'a> = dyn FnMut(&[f32]) -> Result<Vec<f32>, NpuError> + 'a;
+
+/// Tries out a loaded procedure, and says what is wrong with it.
+pub type Probe = Arc<dyn Fn(&Procedure, &mut RunTile<'_>) -> Result<(), String> + Send + Sync>;
+
+/// What came of [`Device::reload`], or why nothing.
+pub type Reloaded = Result<(), String>;
+
 /// An engine that executes nodes.
 pub trait Device: Send + Sync {
     /// What it is.
@@ -167,6 +176,18 @@ pub trait Device: Send + Sync {
     fn shed(&self, procedures: Vec<ProcedureId>) -> Result<(), DeviceError> {
         drop(procedures);
         Ok(())
+    }
+
+    /// Loads programs that it has freed again, one that holds exactly `procedures`, with the work that is queued before it. Each of
+    /// them goes through `probe`, and what came of it all goes to `done`.
+    ///
+    /// # Errors
+    ///
+    /// If the device has stopped, or has no programs.
+    fn reload(&self, procedures: Vec<Arc<Procedure>>, probe: Probe, done: Sender<Reloaded>) -> Result<(), DeviceError> {
+        drop((procedures, probe, done));
+        let (name, reason) = (self.capabilities().name.clone(), "has no programs to load".to_owned());
+        Err(DeviceError::Refused { name, reason })
     }
 
     /// Bytes of the memory between which and the steps' values a device copies tiles.

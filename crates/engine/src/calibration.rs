@@ -38,6 +38,8 @@ pub struct Calibration<'a> {
     pub backend: &'a Arc<dyn NpuBackend>,
     /// Rows of a tile.
     pub tile: usize,
+    /// Whether the projections that share a layer's input are one operation.
+    pub stack_inputs: bool,
     /// The primary device beside the engines.
     pub cpu: CpuOptions,
     /// The primary device if engines take no part.
@@ -57,8 +59,9 @@ pub fn calibrate_engines(
     calibration: &Calibration<'_>,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<CostTable, CalibrationError> {
-    let Calibration { backend, tile, cpu, cpu_alone } = calibration;
-    let graph = tile_graph(&Emitter::new(config.clone(), facts.clone()), NumericClass::Fast, *tile);
+    let Calibration { backend, tile, stack_inputs, cpu, cpu_alone } = calibration;
+    let emitter = Emitter::new(config.clone(), facts.clone()).stacking_inputs(*stack_inputs);
+    let graph = tile_graph(&emitter, NumericClass::Fast, *tile);
     let measured = representatives(&graph, weights, &***backend);
     let keys = measured.iter().flat_map(|(projection, _)| projection.weights.iter().map(|weight| weight.key)).collect();
     let primary = CpuDevice::start(*cpu, NumericClass::Fast)?;
@@ -68,6 +71,7 @@ pub fn calibrate_engines(
     let pack = |tensor: &StoredTensor| primary.pack_channels(tensor);
     let mut table =
         calibrate(&graph, weights, &Bench { primary: &primary, alone: &alone, backend, pack: &pack }, progress)?;
+    table.stack_inputs = *stack_inputs;
     drop((primary, alone));
     table.running = Some(run_model(config, facts, weights, calibration, &table)?);
     Ok(table)
@@ -82,7 +86,8 @@ pub fn choose_engines(
     said: &BTreeMap<Kind, Placement>,
     wavefront: Option<usize>,
 ) -> Choice {
-    let graph = tile_graph(&Emitter::new(config.clone(), facts.clone()), NumericClass::Fast, table.tile);
+    let emitter = Emitter::new(config.clone(), facts.clone()).stacking_inputs(table.stack_inputs);
+    let graph = tile_graph(&emitter, NumericClass::Fast, table.tile);
     choose(table, &Arc::new(graph), said, wavefront)
 }
 
@@ -104,7 +109,8 @@ fn run_model(
 ) -> Result<Running, CalibrationError> {
     let (config, facts) = first_layers(config, facts);
     let class = NumericClass::Fast;
-    let graph = Arc::new(tile_graph(&Emitter::new(config.clone(), facts.clone()), class, table.tile));
+    let emitter = Emitter::new(config.clone(), facts.clone()).stacking_inputs(table.stack_inputs);
+    let graph = Arc::new(tile_graph(&emitter, class, table.tile));
     let choice = choose(table, &graph, &BTreeMap::new(), None);
     let placements = choice.placements();
     let is_run = |key: &WeightKey| match key.scope {
@@ -113,7 +119,8 @@ fn run_model(
         Scope::Stage(_) => false,
     };
     let keys = weights.keys().into_iter().filter(is_run).collect();
-    let options = HybridOptions { tile: table.tile, tail_threshold: 0, placements, memory_bytes: u64::MAX };
+    let (tile, stack_inputs) = (table.tile, table.stack_inputs);
+    let options = HybridOptions { tile, tail_threshold: 0, placements, memory_bytes: u64::MAX, stack_inputs };
     let engines = Engines { backend: Arc::clone(calibration.backend), options, progress: &mut |_, _, _| () };
     let runner_options = RunnerOptions { cpu: calibration.cpu, ..RunnerOptions::new(class) };
     let source = Only { source: weights, keys };

@@ -2,6 +2,7 @@
 
 pub(crate) mod core;
 pub(crate) mod disk;
+mod given_up;
 mod live;
 mod prefix;
 mod skips;

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use troika_device::npu::CompileCounts;
 use troika_runtime::plan::Shares;
-use troika_runtime::{DeviceId, EngineBytes, FeatureState, Ledger};
+use troika_runtime::{BankCounts, DeviceId, EngineBytes, FeatureState, Ledger};
 
 use crate::runner::Runner;
 
@@ -34,10 +34,16 @@ pub struct HybridStatus {
     pub bytes: HybridBytes,
     /// Projections that failed on an engine, and how.
     pub latched: BTreeMap<String, String>,
-    /// Projections whose banks were given up for want of memory.
+    /// Projections whose banks were given up for want of memory and have not come back.
     pub shed: Vec<String>,
+    /// How often that happened.
+    pub banks: BankEvents,
     /// What engines did in the steps of the request that ended last.
     pub last_request: Option<String>,
+    /// If engines are simulated, milliseconds that each would have taken since the start: a prediction. Times elsewhere are
+    /// those of the cores that stand in for them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub simulated_ms: Option<BTreeMap<String, f64>>,
 }
 
 /// Bytes that engines hold beside the model's own weights.
@@ -49,6 +55,31 @@ pub struct HybridBytes {
     pub banks: u64,
     /// What tiles are copied to and from.
     pub surfaces: u64,
+}
+
+impl From<EngineBytes> for HybridBytes {
+    fn from(bytes: EngineBytes) -> Self {
+        let EngineBytes { weights, banks, surfaces } = bytes;
+        Self { weights, banks, surfaces }
+    }
+}
+
+/// What became of banks since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct BankEvents {
+    /// Given up for want of memory.
+    pub given_up: u64,
+    /// Of those, how many have come back.
+    pub returned: u64,
+    /// Of those, how many the engines would not have again.
+    pub refused: u64,
+}
+
+impl From<BankCounts> for BankEvents {
+    fn from(counts: BankCounts) -> Self {
+        let BankCounts { given_up, returned, refused } = counts;
+        Self { given_up, returned, refused }
+    }
 }
 
 /// Procedures that were compiled since the start, and what is kept of them.
@@ -166,13 +197,15 @@ impl HybridStatus {
             plan_digest: executor.plan().digest().to_owned(),
             tile: executor.plan().tile(),
             devices,
-            programs: runner.compile_counts().map(Programs::from),
+            programs: None,
             plan: plan.collect(),
             kinds: BTreeMap::new(),
             bytes: HybridBytes::default(),
             latched: BTreeMap::new(),
             shed: Vec::new(),
+            banks: BankEvents::default(),
             last_request: None,
+            simulated_ms: None,
         };
         status.refresh(runner);
         Some(status)
@@ -183,9 +216,14 @@ impl HybridStatus {
         self.state = runner.feature().to_string();
         self.kinds = self.counts(runner.totals());
         let executor = runner.executor();
-        let EngineBytes { weights, banks, surfaces } = executor.engine_bytes();
-        self.bytes = HybridBytes { weights, banks, surfaces };
+        self.bytes = executor.engine_bytes().into();
         self.latched = executor.latched().iter().map(|(key, reason)| (key.to_string(), reason.clone())).collect();
+        self.programs = runner.compile_counts().map(Programs::from);
+        self.simulated_ms = runner.simulated_ns().map(|ns| {
+            let engines = self.devices.iter().skip(1).cloned();
+            engines.zip(ns).map(|(device, ns)| (device, ns as f64 / 1e6)).collect()
+        });
+        self.banks = executor.bank_counts().into();
         self.shed = executor.shed_projections().iter().map(ToString::to_string).collect();
     }
 

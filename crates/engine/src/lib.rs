@@ -19,14 +19,14 @@ pub use engine::core::{Core, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
 pub use gate::{Distance, distance};
-pub use hybrid::{HybridBytes, HybridStatus, KindCounts, KindPlan};
+pub use hybrid::{BankEvents, HybridBytes, HybridStatus, KindCounts, KindPlan, Programs};
 pub use memory::{MemorySettings, ModelMemory};
 pub use runner::{Chunk, Draft, Engines, Forward, Runner, RunnerError, RunnerOptions, WantLogits, plan_engines};
 pub use sampler::{SampleError, sample};
 // What callers say about neural engines, and hear of them.
 pub use troika_runtime::cost::OperationCost;
-pub use troika_runtime::prepare::{Record, Stage};
+pub use troika_runtime::prepare::{Record, Stage, foresee as foresee_engines};
 pub use troika_runtime::{
-    CalibrationError, Choice, CostTable, DeviceId, FeatureState, HybridOptions, KindChoice, Ledger, Operations,
-    Placement, Priority, Span,
+    CalibrationError, Choice, CostTable, DeviceId, EngineBytes, FeatureState, HybridOptions, KindChoice, Ledger,
+    Operations, Placement, Priority, Span,
 };

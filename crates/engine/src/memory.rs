@@ -18,6 +18,8 @@ pub struct MemorySettings {
     pub class: NumericClass,
     /// Prompt tokens computed in one step.
     pub chunk_tokens: usize,
+    /// Steps of prompts in flight.
+    pub wavefront: usize,
     /// Sequences held at once.
     pub sequences: usize,
     /// Tokens of each.
@@ -36,7 +38,7 @@ pub struct ModelMemory {
     pub mapped_neighbours: u64,
     /// Copies in the form that products want, by class.
     pub copied_weights: BTreeMap<WeightClass, u64>,
-    /// Values of a step of a prompt, and of one that decodes.
+    /// Values of the steps of prompts in flight, and of one that decodes.
     pub step_values: u64,
     /// What kernels keep from one call to the next.
     pub scratch: u64,
@@ -77,7 +79,8 @@ impl ModelMemory {
             mapped_neighbours: windows.bytes().saturating_sub(mapped.values().sum()),
             mapped_weights: mapped,
             copied_weights: copied,
-            step_values: values(settings.chunk_tokens, settings.sequences)
+            // Each of the prompts may end in the step, and have logits.
+            step_values: values(settings.chunk_tokens, settings.sequences) * settings.wavefront as u64
                 + values(settings.sequences, settings.sequences),
             scratch: scratch_bytes(config, settings),
             state_fixed: shape.fixed_bytes(),

@@ -203,7 +203,8 @@ pub struct Runner {
     uncommitted: BTreeSet<SequenceId>,
     /// What was found out about projections when engines were prepared.
     records: Vec<Record>,
-    compile_counts: Option<CompileCounts>,
+    /// The engines', if any were wished for.
+    backend: Option<Arc<dyn NpuBackend>>,
 }
 
 #[derive(Debug)]
@@ -248,12 +249,11 @@ impl Runner {
         let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
         device.load(weights)?;
         let shape = state_shape(&config, &facts, options.class);
-        let emitter = Emitter::new(config, facts);
+        let stack_inputs = engines.as_ref().is_some_and(|engines| engines.options.stack_inputs);
+        let emitter = Emitter::new(config, facts).stacking_inputs(stack_inputs);
         let backend = engines.as_ref().map(|engines| Arc::clone(&engines.backend));
         let (executor, records) = start_executor(&device, &emitter, weights, options.class, engines);
-        // Nothing is compiled later.
-        let compile_counts = backend.and_then(|backend| backend.compile_counts());
-        if let Some(counts) = compile_counts {
+        if let Some(counts) = backend.as_ref().and_then(|backend| backend.compile_counts()) {
             let CompileCounts { compiled, from_disk, damaged, not_kept, evicted, refused, .. } = counts;
             tracing::info!(compiled, from_disk, damaged, not_kept, evicted, refused, "programs of the engines");
         }
@@ -262,7 +262,7 @@ impl Runner {
             options,
             executor,
             records,
-            compile_counts,
+            backend,
             device,
             shape,
             sequences: BTreeMap::new(),
@@ -304,9 +304,14 @@ impl Runner {
         &self.records
     }
 
-    /// What became of compilations when engines were prepared, if what is compiled is kept on disk.
+    /// What became of compilations, if what is compiled is kept on disk.
     pub fn compile_counts(&self) -> Option<CompileCounts> {
-        self.compile_counts
+        self.backend.as_ref()?.compile_counts()
+    }
+
+    /// If engines are simulated, nanoseconds that each instance would have taken so far.
+    pub fn simulated_ns(&self) -> Option<Vec<u64>> {
+        self.backend.as_ref()?.simulated_ns()
     }
 
     /// The executor: its plan, its devices, what failed.
@@ -655,6 +660,14 @@ impl StepRunner for Runner {
         self.executor.shed()
     }
 
+    fn reload(&mut self) -> Option<u64> {
+        self.executor.reload()
+    }
+
+    fn take_reloaded(&mut self) -> Option<bool> {
+        self.executor.take_reloaded()
+    }
+
     fn release_buffers(&self) {
         self.executor.release_buffers();
     }
@@ -737,8 +750,9 @@ pub fn plan_engines(
     backend: &dyn NpuBackend,
     options: &HybridOptions,
 ) -> Vec<Record> {
-    let graph = tile_graph(&Emitter::new(config, facts), NumericClass::Fast, options.tile);
-    dry_run(&graph, weights, backend.limits(), options)
+    let emitter = Emitter::new(config, facts).stacking_inputs(options.stack_inputs);
+    let graph = tile_graph(&emitter, NumericClass::Fast, options.tile);
+    dry_run(&graph, weights, backend, options)
 }
 
 /// A prefill step of one tile with every projection there is.
@@ -775,6 +789,9 @@ fn start_executor(
         }
         None => {
             tracing::info!(tile, digest, projections, weights, banks, surfaces, "engines take part in prefill");
+            if backend.simulated_ns().is_some() {
+                tracing::warn!("the engines are simulated: no time of theirs is measured");
+            }
         }
     }
     (executor, records)

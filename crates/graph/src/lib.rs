@@ -7,6 +7,7 @@
 pub mod cost;
 pub mod memory;
 pub mod op;
+pub mod stack;
 pub mod step;
 pub mod weights;
 

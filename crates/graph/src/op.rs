@@ -261,6 +261,8 @@ pub enum Kind {
     SharedExpert,
     Head,
     Drafter,
+    /// Those of `WqA`, `Wkv`, compressors and indexer weights that are one operation ([`crate::stack`]).
+    AttentionInput,
 }
 
 impl Kind {
@@ -287,13 +289,16 @@ impl Kind {
             Self::SharedExpert => "shared expert",
             Self::Head => "head",
             Self::Drafter => "drafter",
+            Self::AttentionInput => "attention inputs",
         }
     }
 
     /// Kinds of projections that neural engines may take part in. The indexer's queries are stacked with `wq_b`.
-    pub fn projections() -> [Self; 9] {
-        use Kind::{CsaCompressor, HcaCompressor, IndexerCompressor, SharedExpert, Wkv, WoA, WoB, WqA, WqB};
-        [WqA, WqB, Wkv, WoA, WoB, CsaCompressor, HcaCompressor, IndexerCompressor, SharedExpert]
+    pub fn projections() -> [Self; 10] {
+        use Kind::{
+            AttentionInput, CsaCompressor, HcaCompressor, IndexerCompressor, SharedExpert, Wkv, WoA, WoB, WqA, WqB,
+        };
+        [AttentionInput, WqA, WqB, Wkv, WoA, WoB, CsaCompressor, HcaCompressor, IndexerCompressor, SharedExpert]
     }
 
     /// The kind of the projection with this weight.

@@ -3,15 +3,15 @@
 //!
 //! Only operations are regrouped. Work, values and dependencies are those of the emitted graph.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use troika_graph::op::{Attention, AttentionPattern};
+use troika_graph::stack::stack_products;
 use troika_graph::{
-    Access, Element, GraphBuilder, Kind, Node, NodeId, Op, Role, Scope, StateEdge, StatePart, StepGraph, ValueId,
-    WeightKey, WeightRef,
+    Access, Element, GraphBuilder, Kind, Node, Op, Role, Scope, StateEdge, StatePart, StepGraph, ValueId, WeightKey,
+    WeightRef,
 };
 
 use crate::profile::Chain;
@@ -142,79 +142,47 @@ pub(crate) fn operation_name(node: &Node) -> &'static str {
     }
 }
 
-/// Which stack a product belongs to.
-fn stack_of(role: Role) -> Option<Projection> {
-    match role {
-        Role::WqB | Role::IndexerWqB => Some(Projection::Query),
+/// Which stack a product belongs to, by the kind of its first member.
+fn stack_of(weight: &WeightRef) -> Option<Kind> {
+    match weight.key.role {
+        Role::WqB | Role::IndexerWqB => Some(Kind::WqB),
         Role::WqA
         | Role::Wkv
         | Role::CompressorWkv
         | Role::CompressorWgate
         | Role::IndexerCompressorWkv
         | Role::IndexerCompressorWgate
-        | Role::IndexerWeightsProj => Some(Projection::AttentionInput),
+        | Role::IndexerWeightsProj => Some(Kind::WqA),
         _ => None,
     }
 }
 
 /// `graph` in the operations that were measured; `cut_shared` makes two of each shared expert.
 pub(crate) fn regroup(graph: &StepGraph, cut_shared: bool) -> StepGraph {
+    let graph = stack_products(graph, &stack_of);
+    if !cut_shared {
+        return graph;
+    }
     let mut builder = GraphBuilder::new(graph.num_rows(), graph.num_logit_rows());
     for value in graph.values() {
         builder.value_of(value.rows, value.cols, value.element);
     }
-    // The first node of each stack stands for all.
-    let mut stacks: BTreeMap<(Scope, ValueId, Projection), Vec<NodeId>> = BTreeMap::new();
-    for (index, node) in graph.nodes().iter().enumerate() {
-        if let Some(key) = stack_key(node) {
-            stacks.entry(key).or_default().push(NodeId(index as u32));
-        }
-    }
-    for (index, node) in graph.nodes().iter().enumerate() {
-        match (&node.op, stack_key(node)) {
-            (_, Some(key)) => {
-                let members = &stacks[&key];
-                if members[0] == NodeId(index as u32) {
-                    builder.push(stack(graph, members));
-                }
-            }
-            (Op::SharedExpert { w1, w2, w3, .. }, None) if cut_shared => {
-                let inner = [*w1, *w3].map(|weight| builder.value(weight.rows, Element::F32)).to_vec();
-                let mut push = |weights: Vec<WeightRef>, inputs: &[ValueId], outputs: &[ValueId]| {
-                    let (inputs, outputs, state) = (inputs.to_vec(), outputs.to_vec(), Vec::new());
-                    let (op, scope, kind) = (Op::Linear { weights }, node.scope, Kind::SharedExpert);
-                    builder.push(Node { op, inputs, outputs, scope, kind, state });
-                };
-                push(vec![*w1, *w3], &node.inputs, &inner);
-                push(vec![*w2], &inner, &node.outputs);
-            }
-            _ => builder.push(node.clone()),
-        }
+    for node in graph.nodes() {
+        let Op::SharedExpert { w1, w2, w3, .. } = &node.op else {
+            builder.push(node.clone());
+            continue;
+        };
+        let inner = [*w1, *w3].map(|weight| builder.value(weight.rows, Element::F32)).to_vec();
+        let mut push = |weights: Vec<WeightRef>, inputs: &[ValueId], outputs: &[ValueId]| {
+            let (inputs, outputs, state) = (inputs.to_vec(), outputs.to_vec(), Vec::new());
+            let (op, scope, kind) = (Op::Linear { weights }, node.scope, Kind::SharedExpert);
+            builder.push(Node { op, inputs, outputs, scope, kind, state });
+        };
+        push(vec![*w1, *w3], &node.inputs, &inner);
+        push(vec![*w2], &inner, &node.outputs);
     }
     for (tap, value) in graph.taps() {
         builder.tap(tap.scope, tap.name, *value);
     }
     builder.build()
-}
-
-fn stack_key(node: &Node) -> Option<(Scope, ValueId, Projection)> {
-    let Op::Linear { weights } = &node.op else { return None };
-    let layer = matches!(node.scope, Scope::Layer(_));
-    let stack = stack_of(weights[0].key.role).filter(|_| layer)?;
-    Some((node.scope, node.inputs[0], stack))
-}
-
-fn stack(graph: &StepGraph, members: &[NodeId]) -> Node {
-    let mut stacked = graph.node(members[0]).clone();
-    let mut all = Vec::new();
-    let mut outputs = Vec::new();
-    for id in members {
-        let node = graph.node(*id);
-        let Op::Linear { weights } = &node.op else { unreachable!("only products are stacked") };
-        all.extend(weights.iter().copied());
-        outputs.extend(node.outputs.iter().copied());
-    }
-    stacked.op = Op::Linear { weights: all };
-    stacked.outputs = outputs;
-    stacked
 }

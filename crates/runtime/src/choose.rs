@@ -287,10 +287,7 @@ impl KindWays {
         let layers: usize = operations.iter().map(|index| cost(index).layers).sum();
         let fraction = total(&|cost| cost.region.map(|region| region.fraction)).map(|sum| sum / layers as f64);
         // Wrong is worse than slow.
-        let far = operations.iter().filter_map(|index| cost(index).error).find(|error| !error.is_small());
-        let refused = far.map(|error| {
-            format!("off by {:.2} %, cosine {:.5}: 2 % and 0.999 are allowed", error.relative * 100.0, error.cosine)
-        });
+        let refused = operations.iter().find_map(|index| cost(index).error?.refusal());
         let way = |placement: Placement, of: &dyn Fn(&OperationCost) -> Option<NodeCost>| -> Option<Way> {
             let costs: BTreeMap<usize, NodeCost> =
                 operations.iter().map(|index| Some((*index, of(cost(index))?))).collect::<Option<_>>()?;
@@ -411,6 +408,7 @@ mod tests {
         ];
         let (primary_slowdown, engine_slowdown, off_ms, on_ms) = (1.0, 1.0, 0.0, 0.0);
         CostTable {
+            stack_inputs: false,
             tile: 100,
             threads: 1,
             threads_alone: 1,

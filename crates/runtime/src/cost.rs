@@ -64,9 +64,25 @@ impl Error {
         }
     }
 
-    /// Within 2 % and 0.999 (spec 9.5). What is no number is not.
+    /// Most, and the least cosine, that results of an operation may be off (spec 9.5).
+    const LIMIT: Self = Self { relative: 0.02, cosine: 0.999 };
+
+    /// Within the limits. What is no number is not.
     pub fn is_small(&self) -> bool {
-        self.relative <= 0.02 && self.cosine >= 0.999
+        self.relative <= Self::LIMIT.relative && self.cosine >= Self::LIMIT.cosine
+    }
+
+    /// Why the engines must not do it, if they must not.
+    pub fn refusal(&self) -> Option<String> {
+        let Self { relative, cosine } = Self::LIMIT;
+        (!self.is_small()).then(|| {
+            format!(
+                "off by {:.2} %, cosine {:.5}: {} % and {cosine} are allowed",
+                self.relative * 100.0,
+                self.cosine,
+                relative * 100.0
+            )
+        })
     }
 }
 
@@ -98,6 +114,8 @@ pub struct OperationCost {
 pub struct CostTable {
     /// Rows of a tile.
     pub tile: usize,
+    /// The projections that share a layer's input were measured as one.
+    pub stack_inputs: bool,
     /// Threads of the primary device beside the engines.
     pub threads: usize,
     /// Threads that it has if engines take no part.
@@ -328,6 +346,7 @@ pub fn calibrate(
     let gflops: f64 = projections.iter().map(|(projection, layers)| gflop(projection) * *layers as f64).sum();
     let ms: f64 = operations.iter().map(|cost| cost.primary_ms * cost.layers as f64).sum();
     Ok(CostTable {
+        stack_inputs: false,
         tile,
         threads: bench.primary.capabilities().threads,
         threads_alone: bench.alone.capabilities().threads,

@@ -28,7 +28,8 @@ mod banks;
 pub(crate) mod check;
 mod shared;
 
-pub use banks::{EngineBytes, LoadedBank};
+use banks::Returning;
+pub use banks::{BankCounts, EngineBytes, LoadedBank};
 use check::Checks;
 use shared::SharedRun;
 
@@ -140,6 +141,10 @@ pub struct Executor {
     banks: Vec<LoadedBank>,
     /// Projections whose banks were.
     shed: BTreeSet<WeightKey>,
+    /// Those banks, in the order in which they were.
+    shed_banks: Vec<LoadedBank>,
+    returning: Option<Returning>,
+    bank_counts: BankCounts,
     checks: Checks,
     /// What was wrong with an engine's numbers: the primary device does everything from then on.
     quarantine: Option<String>,
@@ -176,6 +181,9 @@ impl Executor {
             latched: BTreeMap::new(),
             banks: Vec::new(),
             shed: BTreeSet::new(),
+            shed_banks: Vec::new(),
+            returning: None,
+            bank_counts: BankCounts::default(),
             quarantine: None,
             quarantine_is_news: false,
             next_short_because: None,

@@ -18,7 +18,7 @@ mod template;
 
 pub use choose::{Choice, KindChoice, choose};
 pub use cost::{CalibrationError, CostTable, calibrate};
-pub use executor::{EngineBytes, Executor, ExecutorError, FinishedStep, LoadedBank, Step, Ticket};
+pub use executor::{BankCounts, EngineBytes, Executor, ExecutorError, FinishedStep, LoadedBank, Step, Ticket};
 pub use feature::{Feature, FeatureState};
 pub use ledger::{Entry, Fallback, Ledger, Operations};
 pub use plan::{DeviceId, Lane, Plan};

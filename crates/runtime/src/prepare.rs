@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use troika_base::{NumericClass, StoredTensor};
+use troika_device::RunTile;
 use troika_device::npu::{
     BankOptions, Banks, Body, ChannelWeights, Compiled, Limits, NpuBackend, NpuDevice, NpuError, Procedure,
     ProcedureId, Product, Program, load_banks,
@@ -14,8 +15,8 @@ use troika_graph::{Kind, Op, StepGraph, WeightKey, WeightRef, WeightSource};
 
 use crate::cost::Error;
 use crate::eligibility::{Eligibility, eligibility};
-use crate::executor::LoadedBank;
 use crate::executor::check::difference;
+use crate::executor::{EngineBytes, LoadedBank};
 use crate::partition::{Alignment, Partition};
 use crate::plan::{DeviceId, Plan, PlannedProjection, Shares, projection_key};
 
@@ -41,6 +42,8 @@ pub struct HybridOptions {
     pub placements: BTreeMap<Kind, Placement>,
     /// Bytes that engines may use.
     pub memory_bytes: u64,
+    /// The projections that share a layer's input are one operation, of [`Kind::AttentionInput`].
+    pub stack_inputs: bool,
 }
 
 impl HybridOptions {
@@ -98,7 +101,13 @@ pub struct Prepared {
 }
 
 /// Works out what would be done, without touching a weight: the dry run.
-pub fn dry_run(graph: &StepGraph, source: &dyn WeightSource, limits: &Limits, options: &HybridOptions) -> Vec<Record> {
+pub fn dry_run(
+    graph: &StepGraph,
+    source: &dyn WeightSource,
+    backend: &dyn NpuBackend,
+    options: &HybridOptions,
+) -> Vec<Record> {
+    let limits = backend.limits();
     let mut records: Vec<Record> = eligibility(graph, source, limits)
         .into_iter()
         .map(|eligibility| {
@@ -111,30 +120,49 @@ pub fn dry_run(graph: &StepGraph, source: &dyn WeightSource, limits: &Limits, op
                     (None, Some(cuts)) => effective_fraction = cuts.first().map_or(1.0, Partition::effective_fraction),
                 }
             }
-            let estimated_bytes =
-                if effective_fraction > 0.0 { estimate(&eligibility, options.tile, limits) } else { 0 };
-            Record { eligibility, placement: wish, effective_fraction, estimated_bytes, left_out }
+            let mut record = Record { eligibility, placement: wish, effective_fraction, estimated_bytes: 0, left_out };
+            if effective_fraction > 0.0 {
+                record.estimated_bytes = foresee([&record], backend, options.tile).total();
+            }
+            record
         })
         .collect();
     admit(&mut records, options.memory_bytes);
     records
 }
 
-/// Packed weights (all channels, since the primary device repeats what an engine does) and surfaces of 32-bit numbers.
-fn estimate(eligibility: &Eligibility, tile: usize, limits: &Limits) -> u64 {
-    let weights: u64 =
-        eligibility.weights.iter().map(|w| (w.rows * w.cols.next_multiple_of(32) / 16 * 17) as u64).sum();
-    let (inputs, outputs) = surface_cols(eligibility);
-    weights + (2 * tile * (inputs * limits.instances + outputs) * 4) as u64
-}
-
-fn surface_cols(eligibility: &Eligibility) -> (usize, usize) {
-    let inputs = eligibility.weights.first().map_or(0, |weight| weight.cols * eligibility.groups);
-    let outputs = match eligibility.kind {
-        Kind::SharedExpert => inputs,
-        _ => eligibility.weights.iter().map(|weight| weight.rows).sum(),
-    };
-    (inputs, outputs)
+/// Bytes that engines hold once all of this is prepared, as [`crate::Executor::engine_bytes`] says then: packed weights (all
+/// channels, since the primary device repeats what an engine does), programs if they are copies of their part of those, and for each
+/// instance the widest tile of 32-bit numbers that goes in and the widest that comes out.
+pub fn foresee<'a>(
+    records: impl IntoIterator<Item = &'a Record>,
+    backend: &dyn NpuBackend,
+    tile: usize,
+) -> EngineBytes {
+    let instances = backend.limits().instances;
+    let (mut bytes, mut widest) = (EngineBytes::default(), vec![(0, 0); instances]);
+    for record in records.into_iter().filter(|record| record.effective_fraction > 0.0) {
+        let Eligibility { kind, weights, groups, .. } = &record.eligibility;
+        let cuts = partitions(&record.eligibility, record.placement, backend.limits()).unwrap_or_default();
+        let inputs = weights.first().map_or(0, |weight| weight.cols * groups);
+        bytes.weights += weights.iter().map(|w| ChannelWeights::packed_bytes(w.rows, w.cols)).sum::<u64>();
+        for (instance, widest) in widest.iter_mut().enumerate() {
+            // An instance without channels of its own has the last one's.
+            let own = |cut: &Partition| cut.instances[instance.min(cut.instances.len() - 1)].len() * groups;
+            // A number is a byte, and each channel has a scale.
+            let (program, outputs): (usize, usize) = match kind {
+                Kind::SharedExpert => (weights.iter().map(|w| w.rows * (w.cols + 4)).sum(), inputs),
+                _ => (
+                    weights.iter().zip(&cuts).map(|(weight, cut)| own(cut) * (weight.cols + 4)).sum(),
+                    cuts.iter().map(own).sum(),
+                ),
+            };
+            bytes.banks += if backend.shares_weights() { 0 } else { program as u64 };
+            *widest = (inputs.max(widest.0), outputs.max(widest.1));
+        }
+    }
+    let numbers = widest.iter().map(|(inputs, outputs)| tile * (inputs + outputs)).sum::<usize>();
+    EngineBytes { surfaces: (numbers * size_of::<f32>()) as u64, ..bytes }
 }
 
 /// Room for what is only there while weights are prepared.
@@ -201,7 +229,7 @@ pub fn prepare(
     progress: &mut dyn FnMut(Stage, usize, usize),
 ) -> Prepared {
     let limits = backend.limits().clone();
-    let mut records = dry_run(graph, source, &limits, options);
+    let mut records = dry_run(graph, source, &**backend, options);
     let none = |records, reason: String| {
         let (devices, plan) = (Vec::new(), Plan::primary());
         Prepared { devices, plan, records, banks: Vec::new(), unavailable: Some(reason) }
@@ -256,7 +284,7 @@ pub fn prepare(
     for (index, candidate) in candidates.iter().enumerate() {
         progress(Stage::WarmingUp, index, total);
         for (device, procedure) in devices.iter().zip(&candidate.engine) {
-            if let Err(reason) = probe(device, procedure, limits.repeatable) {
+            if let Err(reason) = probe(procedure, limits.repeatable, &mut |x| device.probe(procedure, x)) {
                 return none(records, reason);
             }
         }
@@ -274,12 +302,12 @@ pub fn prepare(
 /// The bank that holds the candidates of `span` on each instance.
 fn loaded_bank(candidates: &[Candidate], span: &[usize], backend: &dyn NpuBackend) -> LoadedBank {
     let places = || span.iter().map(|place| &candidates[*place]);
-    let ids = |instance: usize| places().map(|candidate| candidate.engine[instance].id).collect();
+    let own = |instance: usize| places().map(|candidate| Arc::clone(&candidate.engine[instance])).collect();
     let instances = 0..backend.limits().instances;
     let bytes = places().flat_map(|candidate| &candidate.compiled).map(|compiled| compiled.resident_bytes).sum();
     LoadedBank {
         keys: places().map(|candidate| candidate.key).collect(),
-        procedures: instances.map(|instance| (DeviceId(1 + instance as u16), ids(instance))).collect(),
+        procedures: instances.map(|instance| (DeviceId(1 + instance as u16), own(instance))).collect(),
         bytes: if backend.shares_weights() { 0 } else { bytes },
         benefit: places().flat_map(|candidate| &candidate.engine).map(|procedure| procedure.work() as f64).sum(),
     }
@@ -411,9 +439,9 @@ const PROBED_ROWS: usize = 16;
 /// Runs a procedure once, so that the first prompt does not pay for what engines do once, on noise, since zeros hide wrong
 /// numbers. An engine whose arithmetic can be repeated must give the same bits; others must be within 2 % and 0.999 of
 /// cosine (section 9.5 of the hybrid spec).
-fn probe(device: &NpuDevice, procedure: &Arc<Procedure>, repeatable: bool) -> Result<(), String> {
+pub(crate) fn probe(procedure: &Procedure, repeatable: bool, run: &mut RunTile<'_>) -> Result<(), String> {
     let x = noise(procedure.tile * procedure.input_cols());
-    let got = device.probe(procedure, &x).map_err(|error| format!("warm-up: {error}"))?;
+    let got = run(&x).map_err(|error| format!("warm-up: {error}"))?;
     let rows = PROBED_ROWS.min(procedure.tile);
     let want = procedure.compute_alone(&x[..rows * procedure.input_cols()]);
     let mut compared = Vec::new();

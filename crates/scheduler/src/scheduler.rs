@@ -561,6 +561,23 @@ impl Scheduler {
         self.limits.reserve_bytes = self.limits.reserve_bytes.saturating_sub(bytes);
     }
 
+    /// Bytes that nobody has missed for now: a block for each running sequence to grow is kept, and while somebody waits there
+    /// are none. Of these the reserve may be filled up again, which [`Self::give_bytes`] is told.
+    pub fn bytes_spare(&self) -> u64 {
+        if self.num_queued() > 0 {
+            return 0;
+        }
+        let growth = self.num_running() as u64 * self.limits.state_cost.bytes_per_block;
+        let need = self.largest_need().max(self.reserved_bytes()).saturating_add(growth);
+        self.limits.state_bytes.saturating_sub(need)
+    }
+
+    /// Somebody takes `bytes` of the spare ones for the reserve.
+    pub fn give_bytes(&mut self, bytes: u64) {
+        self.limits.state_bytes = self.limits.state_bytes.saturating_sub(bytes);
+        self.limits.reserve_bytes = self.limits.reserve_bytes.saturating_add(bytes);
+    }
+
     /// Bytes that the largest running sequence needs; if none runs, those of the one that waits to be the next.
     fn largest_need(&self) -> u64 {
         let running = self.sequences.values().filter(|e| e.admitted && !e.ended).map(|e| e.tokens).max();

@@ -168,6 +168,7 @@ fn plan(hybrid: &HybridStatus, ledger: &Ledger) -> Value {
         "digest": hybrid.plan_digest,
         "numeric_class": hybrid.numeric_class,
         "tile": hybrid.tile,
+        "simulated": hybrid.simulated_ms.is_some(),
         "kinds": kinds.collect::<serde_json::Map<_, _>>(),
     })
 }

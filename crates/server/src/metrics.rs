@@ -23,7 +23,7 @@ use prometheus_client::{
     registry::Registry,
 };
 use troika_engine::{
-    HybridBytes, HybridStatus,
+    BankEvents, HybridBytes, HybridStatus, Programs,
     api::{CacheStatus, EngineStatus, NodeTotals, StepTotals},
 };
 
@@ -240,6 +240,32 @@ fn describe_hybrid(registry: &mut Registry, hybrid: &HybridStatus) {
     gauge_each(registry, "hybrid_bytes", "Held for engines beside the model's own weights", "of", bytes);
     let aside = [("latched", hybrid.latched.len() as u64), ("shed", hybrid.shed.len() as u64)];
     gauge_each(registry, "hybrid_projections", "Projections that engines had and have no more", "state", aside);
+    let BankEvents { given_up, returned, refused } = hybrid.banks;
+    let banks = [("given_up", given_up), ("returned", returned), ("refused", refused)];
+    count_each(registry, "hybrid_banks", "Banks of procedures, by what memory made of them", "event", banks);
+    if let Some(programs) = hybrid.programs {
+        let Programs { compiled, from_disk, damaged, not_kept, evicted, refused } = programs;
+        let programs = [
+            ("compiled", compiled),
+            ("from_disk", from_disk),
+            ("damaged", damaged),
+            ("not_kept", not_kept),
+            ("evicted", evicted),
+            ("refused", refused),
+        ];
+        count_each(
+            registry,
+            "hybrid_programs",
+            "Procedures that engines have compiled or found on disk",
+            "event",
+            programs,
+        );
+    }
+    if let Some(simulated) = &hybrid.simulated_ms {
+        let times = simulated.iter().map(|(device, ms)| (vec![("device", device.clone())], (ms * 1e3) as u64));
+        let help = "Predicted, not measured: what simulated engines would have taken";
+        count_seconds(registry, "hybrid_simulated_seconds", help, times);
+    }
 }
 
 fn gauge(registry: &mut Registry, name: &str, help: &str, value: u64) {

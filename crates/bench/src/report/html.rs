@@ -89,7 +89,7 @@ fn escape(text: &str) -> String {
 
 /// Escaped, with the words that must not be missed in red.
 fn marked(text: &str) -> String {
-    let words = ["NOT ENGAGED", "DEGRADED", "VOID", "INCOMPLETE"];
+    let words = ["NOT ENGAGED", "DEGRADED", "SIMULATED", "VOID", "INCOMPLETE"];
     let mark = |text: String, word: &&str| text.replace(word, &format!("<span class=\"bad\">{word}</span>"));
     words.iter().fold(escape(text), mark)
 }

@@ -46,7 +46,7 @@ pub(crate) fn align(rows: &[Vec<String>]) -> String {
 
 /// Puts the words that a reader must not miss in red.
 fn redden(text: &str) -> String {
-    let words = ["NOT ENGAGED", "DEGRADED", "VOID", "INCOMPLETE"];
+    let words = ["NOT ENGAGED", "DEGRADED", "SIMULATED", "VOID", "INCOMPLETE"];
     words.iter().fold(text.to_owned(), |text, word| text.replace(word, &format!("{RED}{word}{PLAIN}")))
 }
 

@@ -127,8 +127,8 @@ pub struct Probe {
     pub merge_ms: f64,
     /// All of it on the engines.
     pub whole_ms: Option<f64>,
-    /// How far the engines' result is from the primary device's: relative, and the cosine. `None` if nobody computed it.
-    pub error: Option<[f64; 2]>,
+    /// Why engines must not do it, if their result is too far from the primary device's.
+    pub refused: Option<String>,
 }
 
 /// What is measured in turn.

@@ -20,9 +20,6 @@ const RESOLVED: f64 = 0.1;
 const HOPELESS: f64 = 0.97;
 /// Changes are looked for so many times in a row.
 const MAX_REFINEMENTS: usize = 6;
-/// Engines' results may be off by this much, and have this cosine at least (spec 9.5).
-const MAX_ERROR: f64 = 0.02;
-const MIN_COSINE: f64 = 0.999;
 
 /// What may be chosen from, and how much is measured.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -203,15 +200,7 @@ impl Kind {
     fn new(facts: KindFacts, probe: Probe) -> Self {
         let model = facts.step.and_then(|_| Model::of(&probe));
         let split = model.and_then(|model| model.snapped(&facts, false));
-        let refused = probe.error.filter(|[relative, cosine]| !(*relative <= MAX_ERROR && *cosine >= MIN_COSINE)).map(
-            |[relative, cosine]| {
-                format!(
-                    "refused: the engines' result is off by {:.2} %, cosine {cosine:.5}; {} % and {MIN_COSINE} are allowed",
-                    relative * 100.0,
-                    MAX_ERROR * 100.0
-                )
-            },
-        );
+        let refused = probe.refused.as_ref().map(|reason| format!("refused: the engines' result is {reason}"));
         let mut kind =
             Self { facts, probe, model, split, synchronization_ms: None, pays: Vec::new(), refused, lines: Vec::new() };
         kind.lines.push(format!("{:.2} ms for a tile of one layer on the primary device", kind.probe.primary_ms));

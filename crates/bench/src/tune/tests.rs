@@ -131,7 +131,7 @@ impl Rig for Machine {
             cpu: cpu.map_or(Vec::new(), |points| points.to_vec()),
             merge_ms,
             whole_ms: Some(0.033 + engine_ms),
-            error: Some([0.004, 0.99999]),
+            refused: None,
         })
     }
 
@@ -268,7 +268,7 @@ fn what_was_not_carried_out_is_void_and_what_is_wrong_is_refused() {
             self.0.kinds()
         }
         fn probe(&mut self, kind: &str) -> Result<Probe, BenchError> {
-            Ok(Probe { error: Some([0.03, 0.9996]), ..self.0.probe(kind)? })
+            Ok(Probe { refused: Some("off by 3.00 %".to_owned()), ..self.0.probe(kind)? })
         }
         fn pass(&mut self, pass: &Pass) -> Result<Vec<Vec<Sample>>, BenchError> {
             self.0.pass(pass)

@@ -132,7 +132,7 @@ mod tests {
             cpu: Vec::new(),
             merge_ms: 0.0,
             whole_ms: None,
-            error: None,
+            refused: None,
         };
         let model = Model::of(&probe).expect("it can be split");
         assert_eq!(model.engine, Line { launch_ms: 2.0, all_ms: 8.0 });

@@ -96,7 +96,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let class = args.model.class_or(NumericClass::Exact);
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
-    let (mut runner, _) = model.hybrid_runner(args.model.runner_options(class), &args.hybrid, Some(1))?;
+    let (mut runner, _) = model.hybrid_runner(args.model.runner_options(class), &args.hybrid, Some(1), u64::MAX)?;
     let mut other = match args.against {
         None => None,
         Some(class) => {

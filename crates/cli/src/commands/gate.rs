@@ -52,7 +52,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let model = args.model.open()?;
     let tokenizer = model.tokenizer()?;
     let options = RunnerOptions { debug: true, ..args.model.runner_options(NumericClass::Fast) };
-    let (mut hybrid, _) = model.hybrid_runner(options, &args.hybrid, None)?;
+    let (mut hybrid, _) = model.hybrid_runner(options, &args.hybrid, None, u64::MAX)?;
     if let state @ (FeatureState::Unavailable { .. } | FeatureState::Off) = hybrid.feature() {
         bail!("there is nothing to compare: the engines are {state}");
     }

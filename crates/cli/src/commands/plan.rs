@@ -6,9 +6,10 @@ use std::process::ExitCode;
 use anyhow::Result;
 use troika_base::NumericClass;
 use troika_base::units::human_bytes;
-use troika_engine::{Choice, Placement, Record};
+use troika_engine::{Choice, EngineBytes, Placement, Record, foresee_engines};
 
 use crate::hybrid::{HybridArgs, WavefrontArgs};
+use crate::memory::MemoryArgs;
 use crate::model_source::ModelArgs;
 use crate::report;
 
@@ -24,6 +25,8 @@ pub(crate) struct Args {
     hybrid: HybridArgs,
     #[command(flatten)]
     wavefront: WavefrontArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
 }
 
 /// Projections of one kind with the same shape and fate.
@@ -40,6 +43,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let model = args.model.open()?;
     let options = args.model.runner_options(NumericClass::Fast);
     let choice = model.expect_of_engines(&args.hybrid, &mut wish, &options, args.wavefront.steps())?;
+    wish.options.memory_bytes = args.memory.of_engines();
     let records = model.plan_engines(&wish);
     let (tile, instances) = (wish.options.tile, wish.backend.limits().instances);
     let mut rows: BTreeMap<[String; 5], Row> = BTreeMap::new();
@@ -62,6 +66,11 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             row.multiply_adds as f64 * 2e-9
         );
     }
+    let EngineBytes { weights, banks, surfaces } = foresee_engines(&records, &*wish.backend, tile);
+    let [weights, banks, surfaces] = [weights, banks, surfaces].map(human_bytes);
+    text += &format!(
+        "\nin memory: {weights} of weights, {banks} of programs that are copies of them, {surfaces} of surfaces\n"
+    );
     text += &choice.map_or_else(
         || "\nnothing was measured: all placements were said\n".to_owned(),
         |choice| expectation(&choice, wish.options.tail_threshold),

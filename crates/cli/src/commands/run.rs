@@ -104,7 +104,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     };
     let options = args.model.runner_options(class);
     let (hybrid, wavefront) = args.tuning.apply(&model, &options, &args.hybrid, args.wavefront.steps())?;
-    let (runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront)?;
+    let (runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront, args.memory.of_engines())?;
     let options = EngineOptions {
         chunk_tokens: 512,
         honour_chunk: false,

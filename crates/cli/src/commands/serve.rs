@@ -198,7 +198,7 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     // The port first: whoever waits for a large model should not learn at the end that it is taken.
     let address = SocketAddr::new(args.host, args.port);
     let listener = TcpListener::bind(address).await.with_context(|| format!("cannot listen on {address}"))?;
-    let (runner, wavefront) = model.hybrid_runner(runner_options, &hybrid, wavefront)?;
+    let (runner, wavefront) = model.hybrid_runner(runner_options, &hybrid, wavefront, args.memory.of_engines())?;
     let options = EngineOptions { wavefront, ..options };
     let (device, numeric_class) = (runner.device_description().to_owned(), runner.numeric_class());
     let (disk, degraded) = disk_tier(args, &model)?;

@@ -12,6 +12,10 @@ const BENCH: [&str; 9] =
 /// Nothing is measured.
 const PLACED: [&str; 6] = ["--npu", "soft", "--hybrid", "on", "--place", "shared=whole"];
 
+fn nano() -> &'static str {
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/nano")
+}
+
 fn bench(more: &[&str]) -> Vec<&'static str> {
     BENCH.into_iter().chain(more.iter().map(|arg| &*Box::leak(arg.to_string().into_boxed_str()))).collect()
 }
@@ -55,7 +59,12 @@ fn devices_and_plans_are_shown() {
     for part in ["soft x 2", "wq_b", "split: 0.500", "shared expert", "in turn", "stays with", "nothing was measured"] {
         assert!(plan.contains(part), "no `{part}` in: {plan}");
     }
+    // Engines get half of a limit that is said, and the rest stays with the CPU.
+    let little = troika(&[&said[..], &["--memory-limit", "3M"]].concat()).ok().stdout;
+    assert!(plan.contains("in memory: ") && !plan.contains(" bytes are needed, "), "{plan}");
+    assert!(little.contains(" bytes are needed, "), "{little}");
     troika(&["plan"]).fails(1, &["--npu"]);
+    troika(&["inspect", nano(), "--memory", "--npu", "soft", "--class", "exact"]).fails(1, &["--class fast"]);
 }
 
 /// Arm C of a comparison is called hybrid only by what its server counted, request by request.
@@ -124,6 +133,9 @@ fn a_server_shows_what_its_engine_did() {
     let bytes = &status["hybrid"]["bytes"];
     assert!(bytes["weights"].as_u64() > Some(0) && bytes["surfaces"].as_u64() > Some(0), "{bytes}");
     assert_eq!(bytes["banks"], 0, "the engine's programs are those weights");
+    let inspect = ["inspect", nano(), "--memory", "--npu", "soft", "--tile", "64", "--json", "-"];
+    let foreseen = troika(&inspect).ok().json();
+    assert_eq!((&foreseen["engines"], &foreseen["chunk"]), (bytes, &json!(512)));
     assert_eq!(get(&server, "/health")["hybrid"], "engaged");
     let samples = metrics(&server);
     let sample = |name: &str| *samples.get(name).unwrap_or_else(|| panic!("no {name} in {samples:#?}"));
@@ -199,4 +211,59 @@ fn a_restart_has_the_same_plan() {
     let text = std::fs::read_to_string(file).expect("readable");
     let content: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     assert!(content["costs"]["speedup_alone"].as_f64().is_some_and(|factor| factor < 50.0), "{text}");
+}
+
+fn simulated<'a>(engine: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+    let places = ["--hybrid", "on", "--place", "shared=whole", "--tile", "64"];
+    [&["--npu", engine], &places[..], more].concat()
+}
+
+/// What a simulated engine does is counted as that of a real one, and no time of it is called measured.
+#[test]
+fn a_simulated_engine_is_never_measured() {
+    let engine = simulated("sim:launch-us=1000,tops=1e6", &["--chunk", "64", "--json", "-"]);
+    let json = troika(&[&BENCH[..], &engine].concat()).ok().json();
+    assert_eq!((&json["results"][0]["arm"], &json["hybrid"]["state"]), (&json!("SIMULATED"), &json!("engaged")));
+    let shared = &json["hybrid"]["kinds"]["shared expert"];
+    assert_eq!((&shared["planned"], &shared["merged"]), (&24.into(), &24.into()), "{shared}");
+    // A millisecond for each of 48 operations, and for each of twelve procedures at load.
+    let ms = json["hybrid"]["simulated_ms"]["sim0"].as_f64().expect("a number");
+    assert!((60.0..60.1).contains(&ms), "{ms}");
+    let required = simulated("sim", &["--chunk", "64", "--require-engaged"]);
+    troika(&[&BENCH[..], &required].concat()).fails(1, &["SIMULATED"]);
+    troika(&bench(&["--npu", "sim"])).fails(1, &["--hybrid on", "troika sim"]);
+    troika(&bench(&["--npu", "sim:fail"])).fails(2, &["unknown setting", "fail-at"]);
+    troika(&["tune", "--npu", "sim", "--out", "tuning.json"]).fails(1, &["sim", "--simulate"]);
+
+    let lengths =
+        ["--prompt-lengths", "129", "--fit", "aligned", "--generate", "2", "--rounds", "3", "--max-rounds", "3"];
+    let arms = ["--repeats", "1", "--tile", "64", "--chunk", "64", "--npu", "sim", "--json", "-"];
+    let record = troika(&[&["bench"][..], &lengths, &arms].concat()).ok().json();
+    let engagement = &record["experiments"][0]["cells"][0]["engagement"];
+    assert_eq!(engagement["state"], "simulated", "{engagement}");
+}
+
+#[test]
+fn a_simulated_engine_fails_on_demand() {
+    let hybrid = |engine: &str| {
+        troika(&[&BENCH[..], &simulated(engine, &["--chunk", "64", "--json", "-"])].concat()).ok().json()["hybrid"]
+            .clone()
+    };
+    // Twelve procedures, the shared experts and `wq_b`, are run once at load.
+    for (engine, state) in [
+        ("sim:compile-limit=1K", "unavailable(compile: "),
+        ("sim:fail-loads=100", "unavailable(load: "),
+        ("sim:bank-limit=1K", "unavailable(load: "),
+        ("sim:fail-at=11", "unavailable(warm-up: "),
+        ("sim:corrupt=0.5", "unavailable(quarantined: "),
+    ] {
+        let hybrid = hybrid(engine);
+        assert!(hybrid["state"].as_str().is_some_and(|found| found.starts_with(state)), "{engine}: {hybrid}");
+    }
+    let failed = hybrid("sim:fail-at=12");
+    let kinds = failed["kinds"].as_object().expect("an object").values();
+    assert_eq!(kinds.filter_map(|kind| kind["runtime_failures"].as_u64()).sum::<u64>(), 1, "{failed}");
+    assert_eq!(failed["latched"].as_object().map(serde_json::Map::len), Some(1), "{failed}");
+    let gate = simulated("sim:corrupt=3,corrupt-from=12", &["--threads=1", "--texts", "6"]);
+    troika(&[&["gate"][..], &gate].concat()).fails(1, &["wrong numbers"]);
 }

@@ -12,10 +12,10 @@ use troika_graph::{NodeId, WeightSource};
 
 use super::banks::InstanceBanks;
 use super::procedure::ProcedureId;
-use super::{Bank, NpuBackend, NpuError, Procedure};
+use super::{Bank, NpuBackend, NpuError, Procedure, Program};
 use crate::run::StepRun;
 use crate::slot::Output;
-use crate::{Capabilities, Device, DeviceError, DeviceKind, Part, Report, Work};
+use crate::{Capabilities, Device, DeviceError, DeviceKind, Part, Probe, Reloaded, Report, Work};
 
 /// See the module.
 pub struct NpuDevice {
@@ -32,6 +32,8 @@ enum Job {
     Probe(Arc<Procedure>, Vec<f32>, Sender<Result<Vec<f32>, NpuError>>),
     /// Give up the banks whose procedures are all among these.
     Shed(Vec<ProcedureId>),
+    /// Load the bank of these procedures again.
+    Reload(Vec<Arc<Procedure>>, Probe, Sender<Reloaded>),
 }
 
 impl NpuDevice {
@@ -45,7 +47,7 @@ impl NpuDevice {
         let description = backend.description();
         let capabilities = Capabilities { name: name.clone(), kind: DeviceKind::Npu, description, threads: 1 };
         let (queue, jobs) = channel();
-        let mut worker = Worker::new(banks);
+        let mut worker = Worker::new(Arc::clone(&backend), instance, banks);
         let surface_bytes = Arc::clone(&worker.surface_bytes);
         let thread = std::thread::Builder::new()
             .name(name)
@@ -98,6 +100,10 @@ impl Device for NpuDevice {
         self.send(Job::Shed(procedures))
     }
 
+    fn reload(&self, procedures: Vec<Arc<Procedure>>, probe: Probe, done: Sender<Reloaded>) -> Result<(), DeviceError> {
+        self.send(Job::Reload(procedures, probe, done))
+    }
+
     fn surface_bytes(&self) -> u64 {
         self.surface_bytes.load(Ordering::Relaxed)
     }
@@ -119,6 +125,8 @@ impl Drop for NpuDevice {
 }
 
 struct Worker {
+    backend: Arc<dyn NpuBackend>,
+    instance: usize,
     banks: Vec<Option<Box<dyn Bank>>>,
     procedures: Vec<Vec<ProcedureId>>,
     /// Bank and index of each procedure.
@@ -130,13 +138,14 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(banks: InstanceBanks) -> Self {
+    fn new(backend: Arc<dyn NpuBackend>, instance: usize, banks: InstanceBanks) -> Self {
         let (procedures, banks): (Vec<_>, Vec<_>) = banks.into_iter().map(|(ids, bank)| (ids, Some(bank))).unzip();
         let places = procedures.iter().enumerate();
         let places = places.flat_map(|(bank, ids)| ids.iter().enumerate().map(move |(index, id)| (*id, (bank, index))));
         let places = places.collect();
         let surface_bytes = Arc::default();
-        Self { banks, procedures, places, input: Vec::new(), output: Vec::new(), surface_bytes }
+        let (input, output) = (Vec::new(), Vec::new());
+        Self { backend, instance, banks, procedures, places, input, output, surface_bytes }
     }
 
     fn work_off(&mut self, jobs: &Receiver<Job>) {
@@ -144,14 +153,11 @@ impl Worker {
             match job {
                 Job::Part(work) => self.do_part(work),
                 Job::Probe(procedure, x, done) => {
-                    let result = self.catch(&procedure, |worker| {
-                        worker.surfaces(&procedure);
-                        worker.input.copy_from_slice(&x);
-                        worker.run_surfaces(&procedure)
-                    });
-                    let size = procedure.tile * procedure.output_cols();
                     // Whoever asked may have gone.
-                    let _ = done.send(result.map(|()| self.output[..size].to_vec()));
+                    let _ = done.send(self.run_tile(&procedure, &x));
+                }
+                Job::Reload(procedures, probe, done) => {
+                    let _ = done.send(self.reload(&procedures, &probe));
                 }
                 Job::Shed(ids) => {
                     for (bank, procedures) in self.banks.iter_mut().zip(&self.procedures) {
@@ -177,6 +183,35 @@ impl Worker {
         let failure = result.err().map(|error| error.to_string());
         // If nobody waits for the step any more, nobody misses the report.
         let _ = done.send(Report { step, nodes, part: Some(part.id), elapsed_ns, failure });
+    }
+
+    /// Runs a procedure outside of any step.
+    fn run_tile(&mut self, procedure: &Procedure, x: &[f32]) -> Result<Vec<f32>, NpuError> {
+        self.catch(procedure, |worker| {
+            worker.surfaces(procedure);
+            worker.input.copy_from_slice(x);
+            worker.run_surfaces(procedure)
+        })?;
+        Ok(self.output[..procedure.tile * procedure.output_cols()].to_vec())
+    }
+
+    fn reload(&mut self, procedures: &[Arc<Procedure>], probe: &Probe) -> Reloaded {
+        let has_all = |ids: &Vec<ProcedureId>| ids.iter().copied().eq(procedures.iter().map(|procedure| procedure.id));
+        let Some(place) = self.procedures.iter().position(has_all) else {
+            return Err("no bank of these procedures was ever loaded".to_owned());
+        };
+        let (backend, instance) = (Arc::clone(&self.backend), self.instance);
+        let compile = |procedure: &Arc<Procedure>| Ok((Arc::clone(procedure), Arc::new(backend.compile(procedure)?)));
+        let programs: Result<Vec<Program>, NpuError> = procedures.iter().map(compile).collect();
+        let bank = programs.and_then(|programs| backend.load(instance, &programs));
+        self.banks[place] = Some(bank.map_err(|error| error.to_string())?);
+        let mut tried = procedures.iter().map(|procedure| probe(procedure, &mut |x| self.run_tile(procedure, x)));
+        let result = tried.find(Result::is_err).unwrap_or(Ok(()));
+        drop(tried);
+        if result.is_err() {
+            self.banks[place] = None;
+        }
+        result
     }
 
     /// A back end that panics has failed, no more.
@@ -238,9 +273,14 @@ impl Worker {
 
     /// Makes the surfaces large enough, the input all zeros.
     fn surfaces(&mut self, procedure: &Procedure) {
+        // Not a byte more than the largest procedure needs, for that is what is foreseen.
+        let resize = |surface: &mut Vec<f32>, numbers: usize| {
+            surface.reserve_exact(numbers.saturating_sub(surface.len()));
+            surface.resize(numbers, 0.0);
+        };
         self.input.clear();
-        self.input.resize(procedure.tile * procedure.input_cols(), 0.0);
-        self.output.resize(procedure.tile * procedure.output_cols(), 0.0);
+        resize(&mut self.input, procedure.tile * procedure.input_cols());
+        resize(&mut self.output, procedure.tile * procedure.output_cols());
         let numbers = self.input.capacity() + self.output.capacity();
         self.surface_bytes.store((numbers * size_of::<f32>()) as u64, Ordering::Relaxed);
     }

@@ -21,6 +21,7 @@ use troika_scheduler::{
 
 use super::EngineOptions;
 use super::disk::DiskTier;
+use super::given_up::GivenUp;
 use super::live::Live;
 use super::prefix::{CacheIdentity, Prefixes, Sharing};
 use super::skips::{SkipWarning, Skips, WINDOW};
@@ -67,6 +68,17 @@ pub trait StepRunner {
     /// Has neural engines give up the part of their work that saves least per byte. Returns the bytes that frees; `None` if
     /// there is nothing to give up.
     fn shed(&mut self) -> Option<u64> {
+        None
+    }
+
+    /// Begins to bring back what [`Self::shed`] has given up last. Returns the bytes that takes from now on; `None` if nothing can
+    /// come back now.
+    fn reload(&mut self) -> Option<u64> {
+        None
+    }
+
+    /// What came of [`Self::reload`], once it is known: true if it is back, false if it never will be.
+    fn take_reloaded(&mut self) -> Option<bool> {
         None
     }
 
@@ -182,6 +194,7 @@ pub struct Core<R> {
     /// How often steps are halved for want of memory.
     throttle: u32,
     skips: Skips,
+    given_up: GivenUp,
 }
 
 impl<R: StepRunner> Core<R> {
@@ -220,6 +233,7 @@ impl<R: StepRunner> Core<R> {
             last_prefill_us: 0,
             throttle: 0,
             skips: Skips::default(),
+            given_up: GivenUp::default(),
         }
     }
 
@@ -400,11 +414,22 @@ impl<R: StepRunner> Core<R> {
         }
     }
 
-    /// If memory is short, engines give up banks before steps are narrowed and before anybody's state is taken.
+    /// If memory is short, engines give up banks before steps are narrowed and before anybody's state is taken; when it has not
+    /// been for long, they get them back.
     fn make_memory(&mut self) {
+        if let Some(is_back) = self.runner.take_reloaded() {
+            self.scheduler.take_bytes(self.given_up.settled(is_back));
+        }
         while self.scheduler.bytes_short() > 0 {
             let Some(bytes) = self.runner.shed() else { break };
             self.scheduler.take_bytes(bytes);
+            self.given_up.note(bytes);
+        }
+        if self.given_up.may_return()
+            && let Some(bytes) = self.runner.reload()
+        {
+            self.scheduler.give_bytes(bytes);
+            self.given_up.returns();
         }
         let throttle = self.scheduler.throttle_in_force();
         if throttle != self.throttle {
@@ -691,6 +716,7 @@ impl<R: StepRunner> Core<R> {
             self.last_prefill_us = now_us;
         }
         self.scheduler.complete(step.number, now_us, elapsed_us, result.longest_node_us);
+        self.given_up.step_done(self.scheduler.bytes_spare());
         {
             let mut status = lock(&self.status);
             let totals = if step.lane == Lane::Decode { &mut status.decode } else { &mut status.prefill };

@@ -76,6 +76,7 @@ macro_rules! engine_tests {
             operations_of_a_failed_step_are_cancelled
             padded_rows_are_no_tokens
             prefill_is_close_to_fast
+            stacked_inputs_are_one_operation
             verification_is_a_bypass
         }
     };
@@ -185,6 +186,29 @@ pub(crate) fn padded_rows_are_no_tokens(on: &Subject) {
     }
     on.assert_same("after padded tails", &continued[1].0, &continued[0].0);
     assert_eq!(continued[0].1, continued[1].1, "bytes of state");
+}
+
+/// Projections that share a layer's input as one: fewer operations, the same numbers, in every lane.
+pub(crate) fn stacked_inputs_are_one_operation(on: &Subject) {
+    let tokens = tokens(2 * TILE + 9);
+    let separate = [Kind::WqA, Kind::Wkv, Kind::CsaCompressor, Kind::HcaCompressor, Kind::IndexerCompressor]
+        .map(|kind| (kind, Placement::Whole));
+    let mut separate = nano(Some(((on.start)(1), wish(BTreeMap::from(separate), 0))));
+    let want = one_shot(&mut separate, &tokens, tokens.len());
+    let layers = separate.config().num_hidden_layers as u64;
+    for (instances, placement) in [(1, Placement::Whole), (1, Placement::Split(0.5)), (2, Placement::Split(0.5))] {
+        let place = BTreeMap::from([(Kind::AttentionInput, placement)]);
+        let options = HybridOptions { stack_inputs: true, ..wish(place, 0) };
+        let mut stacked = nano(Some(((on.start)(instances), options)));
+        let what = format!("{placement:?}, {instances} instances");
+        on.assert_same(&what, &one_shot(&mut stacked, &tokens, tokens.len()), &want);
+        let operations = stacked.totals().operations()[&Kind::AttentionInput].clone();
+        assert_eq!((operations.planned, operations.merged), (2 * layers, 2 * layers), "{what}");
+        assert!(num_projections(&separate) > 2 * num_projections(&stacked), "{what}");
+        // Decode is as without engines.
+        let decoded = [&mut stacked, &mut nano(None)].map(|runner| one_shot(runner, &[17], 1));
+        assert_same_bits(&what, &decoded[0], &decoded[1]);
+    }
 }
 
 /// A shared expert's tiles go to the instances in turn, and with one tile in a step each instance has every other layer's.

@@ -38,7 +38,7 @@ pub(crate) fn everything() -> BTreeMap<Kind, Placement> {
 }
 
 pub(crate) fn wish(placements: BTreeMap<Kind, Placement>, tail_threshold: usize) -> HybridOptions {
-    HybridOptions { tile: TILE, tail_threshold, placements, memory_bytes: u64::MAX }
+    HybridOptions { tile: TILE, tail_threshold, placements, memory_bytes: u64::MAX, stack_inputs: false }
 }
 
 pub(crate) fn nano(engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {

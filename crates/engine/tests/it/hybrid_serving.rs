@@ -182,21 +182,58 @@ fn acceptance_01_steps_are_as_wide_as_tiles() {
     }
 }
 
-#[test]
-#[ignore = "minutes: every tile, step, distance of snapshots, with and without a cache and the user's limit"]
-fn acceptance_01_the_whole_matrix() {
-    let mut count = 0;
-    for tile in [64, 128, 256, 512, 1024, 2048, 4096] {
-        for chunk_tokens in [tile / 2, tile - 1, tile, 2 * tile, 2 * tile + tile / 2] {
-            for snapshot_spacing in [BLOCK, tile, 2048] {
-                for (honour_chunk, cache_bytes) in [(false, 0), (false, 1 << 32), (true, 0), (true, 1 << 32)] {
-                    assert_tiles_are_reached(Ask { tile, chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes });
-                    count += 1;
-                }
-            }
+/// Every step and, where prefixes are kept, every distance of snapshots.
+fn whole_matrix(tile: usize, honour_chunk: bool, cache_bytes: u64) {
+    // Without a cache there are no snapshots.
+    let spacings = if cache_bytes > 0 { vec![BLOCK, tile, 2048] } else { vec![LIMITS.snapshot_spacing] };
+    for chunk_tokens in [tile / 2, tile - 1, tile, 2 * tile, 2 * tile + tile / 2] {
+        for snapshot_spacing in spacings.clone() {
+            assert_tiles_are_reached(Ask { tile, chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes });
         }
-        println!("tile {tile}: {count} geometries so far");
     }
+}
+
+/// A test for each tile, with and without a cache, and with a step that the user insists on: each can be run by itself.
+macro_rules! whole_matrix {
+    ($($tile:literal $name:ident)*) => {
+        mod the_whole_matrix {
+            $(mod $name {
+                #[test]
+                #[ignore = "minutes for all tiles"]
+                fn acceptance_01_uncached() {
+                    super::super::whole_matrix($tile, false, 0);
+                }
+
+                #[test]
+                #[ignore = "minutes for all tiles"]
+                fn acceptance_01_cached() {
+                    super::super::whole_matrix($tile, false, 1 << 32);
+                }
+
+                #[test]
+                #[ignore = "minutes for all tiles"]
+                fn acceptance_01_honoured_uncached() {
+                    super::super::whole_matrix($tile, true, 0);
+                }
+
+                #[test]
+                #[ignore = "minutes for all tiles"]
+                fn acceptance_01_honoured_cached() {
+                    super::super::whole_matrix($tile, true, 1 << 32);
+                }
+            })*
+        }
+    };
+}
+
+whole_matrix! {
+    64 tile_64
+    128 tile_128
+    256 tile_256
+    512 tile_512
+    1024 tile_1024
+    2048 tile_2048
+    4096 tile_4096
 }
 
 #[test]

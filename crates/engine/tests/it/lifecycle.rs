@@ -15,7 +15,7 @@ use troika_device::{SequenceState, StateShape};
 use troika_engine::api::{EngineStatus, Event, FinishReason, GenerateRequest, Generator, RequestRecord, Rule};
 use troika_engine::{
     Chunk, Core, DiskTier, Engine, EngineOptions, HybridOptions, HybridStatus, Placement, Priority, Runner,
-    RunnerError, StepResult, StepRunner, Submission,
+    RunnerError, StepResult, StepRunner, Submission, foresee_engines,
 };
 use troika_graph::Kind;
 use troika_kvstore::Store;
@@ -122,9 +122,89 @@ fn acceptance_12_banks_go_before_chunks_are_narrowed() {
     wait_until("nothing is left", || engine.status().state_bytes_reserved == 0);
 }
 
+/// What was given up comes back when it has not been missed for 64 steps, a bank at a time; and goes again if need be.
+#[test]
+fn acceptance_12_banks_come_back() {
+    let roomy = Engine::start(on(&copying(), everything()), UNCACHED).expect("starts");
+    let backend = copying();
+    let runner = on(&backend, everything());
+    let (shape, banks) = (runner.state_shape().clone(), runner.engine_bytes().1);
+    let room = shape.fixed_bytes() + 6 * shape.bytes_per_block();
+    let engine = Engine::start(runner, limited(&copying(), room)).expect("starts");
+    let ask = |prompt: usize| {
+        let request = request(tokens(prompt as u64, prompt), 4);
+        let (said, record) = answer_and_record(&engine, request.clone());
+        let want: Vec<u32> = answer(&roomy, request).0.into_iter().map(|(token, _)| token).collect();
+        assert_eq!(said, want, "{prompt} tokens");
+        (record.ledger.total_operations(), hybrid(&engine))
+    };
+    let steps = || engine.status().prefill.steps + engine.status().decode.steps;
+    let (_, status) = ask(12 * BLOCK - 10);
+    let (given_up, before) = (status.banks.given_up, steps());
+    assert!(given_up > 1 && status.banks.returned == 0 && status.bytes.banks < banks, "{status:?}");
+    let mut status = status;
+    while status.banks.returned < given_up {
+        let returned = status.banks.returned;
+        status = ask(BLOCK).1;
+        let taken = steps() - before;
+        assert!(taken >= 64 * status.banks.returned, "not before its time: {} in {taken} steps", status.banks.returned);
+        assert!(status.banks.returned <= returned + 1 && taken < 20_000, "{taken} steps: {:?}", status.banks);
+    }
+    assert_eq!((status.bytes.banks, backend.bank_bytes(), status.shed.len()), (banks, banks, 0));
+    // The state looks back on 64 prefill steps; a block is two.
+    (0..32).for_each(|_| drop(ask(BLOCK)));
+    let last = ask(BLOCK);
+    assert_eq!((last.1.state.as_str(), last.0.planned), ("engaged", last.0.dispatched()));
+    assert_eq!(last.0.fallbacks.get(&Fallback::Memory), None, "{:?}", last.0);
+    let (_, again) = ask(12 * BLOCK - 10);
+    assert_eq!((again.banks.given_up, again.banks.returned), (2 * given_up, given_up));
+}
+
+/// A bank that the engine does not take again, or whose numbers are wrong now, stays away, and its memory goes to the sequences.
+#[test]
+fn a_bank_that_is_refused_does_not_come_back() {
+    let inner = soft(1);
+    let limits = Limits { bank_bytes: 200_000, ..inner.limits().clone() };
+    let faults = SimFaults { copies_weights: true, noise: 1e-3, noise_from: Some(0), ..SimFaults::default() };
+    let backend = Arc::new(Sim::new(inner, faults).with_limits(limits));
+    let mut runner = on(&backend, everything());
+    let (banks, executor) = (runner.engine_bytes().1, |runner: &Runner| runner.executor().bank_counts());
+    let freed = runner.shed().expect("there are banks");
+    assert_eq!((runner.engine_bytes().1, executor(&runner).given_up), (banks - freed, 1));
+    backend.arm();
+    assert_eq!((runner.reload(), runner.reload()), (Some(freed), None), "one at a time");
+    assert_eq!(runner.engine_bytes().1, banks, "reckoned with from now on");
+    let mut reloaded = None;
+    wait_until("the engine has answered", || backend.num_runs() > 0);
+    while reloaded.is_none() {
+        reloaded = runner.take_reloaded();
+        std::thread::yield_now();
+    }
+    assert_eq!((reloaded, runner.engine_bytes().1), (Some(false), banks - freed));
+    assert_eq!((executor(&runner).returned, executor(&runner).refused, runner.reload()), (0, 1, None));
+    wait_until("the engine has let go of it", || backend.bank_bytes() == banks - freed);
+}
+
 /// Projections of the plan that a step of few tokens has: the indexer chooses only where there is a choice.
 fn runner_projections(status: &HybridStatus) -> u64 {
     status.plan.iter().filter(|(kind, _)| **kind != Kind::IndexerWqB.name()).map(|(_, plan)| plan.layers).sum()
+}
+
+/// What a dry run says that engines will hold is what they hold.
+#[test]
+fn what_engines_hold_is_foreseen() {
+    for (instances, copies_weights) in [(1, false), (1, true), (2, true), (3, false)] {
+        let faults = SimFaults { copies_weights, ..SimFaults::default() };
+        let backend = Arc::new(Sim::new(soft(instances), faults));
+        let runner = on(&backend, everything());
+        let (held, loaded) = (runner.executor().engine_bytes(), backend.bank_bytes());
+        assert_eq!(foresee_engines(runner.records(), &*backend, TILE), held, "{instances} instances");
+        assert_eq!(held.banks, if copies_weights { loaded } else { 0 });
+        assert!(held.weights > 0 && held.surfaces > 0 && loaded > 0, "{held:?}");
+        // Each projection is admitted with all that it would take alone.
+        let alone: u64 = runner.records().iter().map(|record| record.estimated_bytes).sum();
+        assert!(alone > held.total(), "{alone} bytes, {held:?}");
+    }
 }
 
 /// At the start too: banks are given up so that a tile fits.

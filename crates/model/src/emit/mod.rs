@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use troika_base::NumericClass;
 use troika_graph::op::{HyperConnection, RowRounding};
+use troika_graph::stack::{attention_inputs, stack_products};
 use troika_graph::{Element, GraphBuilder, Kind, Node, Op, Role, Scope, StepGraph, ValueId, WeightKey, WeightRef};
 
 use crate::config::{LayerKind, ModelConfig};
@@ -67,6 +68,7 @@ pub struct Emitter {
     facts: ModelFacts,
     plain_freqs: Arc<[f64]>,
     compress_freqs: Arc<[f64]>,
+    stacks_inputs: bool,
 }
 
 impl Emitter {
@@ -75,7 +77,14 @@ impl Emitter {
         let dim = config.qk_rope_head_dim;
         let plain_freqs = inverse_frequencies(dim, config.rope_theta, None).into();
         let compress_freqs = inverse_frequencies(dim, config.compress_rope_theta, config.rope_scaling.as_ref()).into();
-        Self { config, facts, plain_freqs, compress_freqs }
+        Self { config, facts, plain_freqs, compress_freqs, stacks_inputs: false }
+    }
+
+    /// With the projections that share a layer's input as one operation, if that is wanted: for engines, which are handed each
+    /// operation by itself.
+    #[must_use]
+    pub fn stacking_inputs(self, stacks_inputs: bool) -> Self {
+        Self { stacks_inputs, ..self }
     }
 
     pub fn config(&self) -> &ModelConfig {
@@ -111,7 +120,8 @@ impl Emitter {
             let collapsed = step.head_collapse(Scope::Model, rows);
             step.logits(Scope::Model, collapsed);
         }
-        step.builder.build()
+        let graph = step.builder.build();
+        if self.stacks_inputs { stack_products(&graph, &attention_inputs) } else { graph }
     }
 
     /// One block of the drafter: the newest token and noise in, draft ids and confidence out (spec 10.2).

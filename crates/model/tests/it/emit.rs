@@ -30,6 +30,27 @@ fn cost(graph: &StepGraph, rows: usize, position: usize) -> Costs {
     costs(graph, &[segment], &official_bytes)
 }
 
+/// The stacks of section 4.5 of the hybrid spec: the same work in fewer operations.
+#[test]
+fn inputs_of_v4_flash_are_stacked_as_the_spec_says() {
+    const ROWS: usize = 512;
+    let plain = trunk(&emitter("deepseek-v4-flash"), ROWS, 4096);
+    let stacked = trunk(&emitter("deepseek-v4-flash").stacking_inputs(true), ROWS, 4096);
+    let widths = stacked.nodes().iter().filter(|node| node.kind == Kind::AttentionInput).map(|node| {
+        let Op::Linear { weights } = &node.op else { panic!("{:?}", node.op) };
+        assert_eq!(weights.len(), node.outputs.len());
+        weights.iter().map(|weight| weight.rows).sum::<usize>()
+    });
+    let mut counts = std::collections::BTreeMap::<usize, usize>::new();
+    widths.for_each(|width| *counts.entry(width).or_default() += 1);
+    assert_eq!(counts.into_iter().collect::<Vec<_>>(), [(1536, 2), (2560, 20), (4160, 21)]);
+    // Of two, three and five products there is one.
+    assert_eq!(plain.nodes().len() - stacked.nodes().len(), 2 + 2 * 20 + 4 * 21);
+    let flops = |graph: &StepGraph| cost(graph, ROWS, 4096).total.flops;
+    assert!((flops(&plain) - flops(&stacked)).abs() < 1e-6 * flops(&plain));
+    assert_eq!(plain.taps().len(), stacked.taps().len());
+}
+
 /// The cost table of V4-Flash: GFLOP per token over all layers, and MB of weights over all layers.
 #[test]
 fn costs_of_v4_flash_agree_with_the_spec() {

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use serde_json::{Value, json};
 use troika_engine::api::{FinishReason, Urgency};
-use troika_engine::{HybridBytes, HybridStatus, KindCounts, KindPlan};
+use troika_engine::{BankEvents, HybridBytes, HybridStatus, KindCounts, KindPlan, Programs};
 use troika_server::Access;
 use troika_testkit::scripted::Act;
 
@@ -249,13 +249,15 @@ async fn what_engines_do_is_shown() {
         plan_digest: "abc".to_owned(),
         tile: 512,
         devices: vec!["cpu".to_owned(), "soft0".to_owned()],
-        programs: None,
+        programs: Some(Programs { compiled: 11, from_disk: 12, damaged: 1, not_kept: 2, evicted: 3, refused: 4 }),
         plan: BTreeMap::from([("wq_b", KindPlan { layers: 6, fraction_effective: 0.5 })]),
         kinds: BTreeMap::from([("wq_b", counts.clone())]),
         bytes: HybridBytes { weights: 1000, banks: 200, surfaces: 30 },
         latched: BTreeMap::from([("layers.1.wq_b".to_owned(), "run 3 fails".to_owned())]),
         shed: vec!["layers.2.wq_b".to_owned(), "layers.3.wq_b".to_owned()],
         last_request: Some("engaged".to_owned()),
+        banks: BankEvents { given_up: 9, returned: 6, refused: 1 },
+        simulated_ms: Some(BTreeMap::from([("soft0".to_owned(), 1500.0)])),
     };
     world.engine.set_hybrid(hybrid("degraded(memory, 80.0 %)"));
     let samples = samples(&world.get("/metrics").await);
@@ -284,6 +286,13 @@ async fn what_engines_do_is_shown() {
         ("troika_hybrid_bytes{of=\"surfaces\"}".to_owned(), 30.0),
         ("troika_hybrid_projections{state=\"latched\"}".to_owned(), 1.0),
         ("troika_hybrid_projections{state=\"shed\"}".to_owned(), 2.0),
+        ("troika_hybrid_banks_total{event=\"given_up\"}".to_owned(), 9.0),
+        ("troika_hybrid_banks_total{event=\"returned\"}".to_owned(), 6.0),
+        ("troika_hybrid_banks_total{event=\"refused\"}".to_owned(), 1.0),
+        ("troika_hybrid_programs_total{event=\"compiled\"}".to_owned(), 11.0),
+        ("troika_hybrid_programs_total{event=\"from_disk\"}".to_owned(), 12.0),
+        ("troika_hybrid_programs_total{event=\"refused\"}".to_owned(), 4.0),
+        ("troika_hybrid_simulated_seconds_total{device=\"soft0\"}".to_owned(), 1.5),
     ] {
         assert_eq!(samples.get(&name), Some(&value), "{name} in {samples:#?}");
     }

@@ -314,7 +314,7 @@ impl Subject<'_> {
         let place = placements.place.iter().map(|(kind, place)| ((*kind).to_owned(), (*place).to_owned())).collect();
         let hybrid = HybridArgs::of(&self.args.npu, self.tile(), 0, &place).context("--npu")?;
         tell(&format!("{}, loading", placements.name));
-        let (mut runner, _) = self.model.hybrid_runner(self.options, &hybrid, Some(1))?;
+        let (mut runner, _) = self.model.hybrid_runner(self.options, &hybrid, Some(1), u64::MAX)?;
         ensure!(!runner.executor().plan().is_primary(), "{}: nothing is placed: {}", placements.name, runner.feature());
         let plan = runner.executor().plan().clone();
         let (tile, longest) = (self.tile(), self.tokens(true));

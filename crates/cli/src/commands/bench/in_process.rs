@@ -169,7 +169,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     ensure!(longest <= max, "{longest} tokens do not fit the model's context of {max}");
     let options = args.model.runner_options(class);
     let (hybrid, wavefront) = args.tuning.apply(&model, &options, &args.hybrid, args.wavefront.steps())?;
-    let (mut runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront)?;
+    let (mut runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront, u64::MAX)?;
     let tokens_per_round: u64 = args.prompt_lengths.iter().map(|n| u64::from(n + args.generate)).sum();
     let bar = progress::tokens("measuring", tokens_per_round * u64::from(args.rounds + 1));
     let mut samples: Vec<Vec<Sample>> = args.prompt_lengths.iter().map(|_| Vec::new()).collect();
@@ -190,6 +190,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         _ => None,
     };
     let results = args.prompt_lengths.iter().zip(&samples);
+    let arm = if hybrid.is_simulated() { "SIMULATED" } else { class.name() };
     let report = Report {
         model: model.name,
         device: runner.device_description().to_owned(),
@@ -199,7 +200,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         wavefront,
         generate: args.generate,
         peak_memory_bytes: report::peak_memory_bytes(),
-        results: results.map(|(length, samples)| row(class.name(), *length, args.generate, samples)).collect(),
+        results: results.map(|(length, samples)| row(arm, *length, args.generate, samples)).collect(),
         profile: args.profile.then(|| profile.rows()),
         step,
         hybrid: HybridStatus::of(&runner),

@@ -342,7 +342,7 @@ fn lengths(asked: &[u32], fit: Fits, tile: usize) -> Vec<Length> {
 
 /// Threads that soft engines leave to the primary device; 0 = all.
 fn threads_beside(npu: Option<&str>) -> usize {
-    let Some(engines) = npu.and_then(|spec| spec.strip_prefix("soft")) else { return 0 };
+    let Some(engines) = npu.and_then(|spec| spec.strip_prefix("soft").or(spec.strip_prefix("sim"))) else { return 0 };
     let taken = engines.split([':', ',']).find_map(|part| part.strip_prefix("cores="));
     let taken: usize = taken.and_then(|cores| cores.parse().ok()).unwrap_or(1);
     cores().saturating_sub(taken).max(1)

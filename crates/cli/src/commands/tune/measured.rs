@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::json;
 use troika_base::NumericClass;
 use troika_bench::arm::Geometry;
@@ -34,10 +34,12 @@ pub(super) fn tune(
     model_args.threads = args.threads;
     let model = model_args.open()?;
     let hybrid = HybridArgs::of(npu, geometry.tile, 0, &BTreeMap::new()).context("--npu")?;
+    ensure!(!hybrid.is_simulated(), "--npu sim cannot be tuned for: no time with it is an engine's; use --simulate");
     let wish = hybrid.wish()?.engines()?;
     let cpu_alone = model_args.runner_options(NumericClass::Fast).cpu;
     let cpu = beside(cpu_alone, &wish);
-    let calibration = Calibration { backend: &wish.backend, tile: geometry.tile, cpu, cpu_alone };
+    let (backend, tile, stack_inputs) = (&wish.backend, geometry.tile, wish.options.stack_inputs);
+    let calibration = Calibration { backend, tile, stack_inputs, cpu, cpu_alone };
     let table = model.measure_engines(&calibration, args.plan_dir.as_deref(), args.calibrate)?;
     let kinds = kinds(&table, &model.plan_engines(&wish), wish.backend.limits());
     let key = tuning::key(&model, &wish, cpu_alone)?;
@@ -87,7 +89,6 @@ fn kinds(table: &CostTable, records: &[Record], limits: &Limits) -> Vec<(KindFac
             Some(Point { fraction: mean(&|cost| Some(of(cost)?.0))?, ms: mean(&|cost| Some(of(cost)?.1))? })
         };
         let engine = |index: usize| point(&|cost| cost.engine.get(index).map(|point| (point.fraction, point.ms)));
-        let errors = || costs.iter().filter_map(|cost| cost.error);
         let whole_ms = mean(&|cost| cost.whole_ms);
         let primary_part = point(&|cost| cost.primary_part.map(|part| (part.fraction, part.ms)));
         let facts = KindFacts {
@@ -106,10 +107,7 @@ fn kinds(table: &CostTable, records: &[Record], limits: &Limits) -> Vec<(KindFac
             // Parts are written where they belong.
             merge_ms: 0.0,
             whole_ms,
-            error: (errors().count() == costs.len()).then(|| {
-                let worst = errors().map(|error| error.relative).fold(0.0, f64::max);
-                [worst, errors().map(|error| error.cosine).fold(1.0, f64::min)]
-            }),
+            refused: costs.iter().find_map(|cost| cost.error?.refusal()),
         };
         (facts, probe)
     };

@@ -149,7 +149,7 @@ impl Rig for Simulated {
             cpu: cost.cpu_ms.map_or_else(Vec::new, cpu),
             merge_ms: scale * cost.merge_ms,
             whole_ms: Some(engine(1.0).ms),
-            error: None,
+            refused: None,
         })
     }
 
