@@ -24,7 +24,7 @@ use std::array;
 use std::ops::Range;
 
 use crate::heads::{CHAIN, LANES, pack, padded, panels, products};
-use crate::level::{compiled_per_level, dispatch};
+use crate::level::dispatch;
 use crate::math::{exp, mul_add};
 use crate::parallel::{Disjoint, run_tasks};
 use crate::scratch::Scratch;
@@ -253,21 +253,10 @@ fn finish(sum: &[f32], d: usize, out: &mut [f32]) {
     }
 }
 
-compiled_per_level!(
-    /// Takes one block of scores `[rows][lanes]` into the softmax of each lane: replaces `x` by `e^(x·scale - max)` with the
-    /// new `max`, adds that to `sum`, and writes to `fade` by how much what was summed before is to be multiplied.
-    fn softmax(
-        scores: &mut [f32],
-        lanes: usize,
-        scale: f32,
-        max: &mut [f32],
-        sum: &mut [f32],
-        fade: &mut [f32; LANES],
-    ) => softmax_body
-);
-
-#[inline(always)]
-fn softmax_body<const FMA: bool>(
+/// Takes one block of scores `[rows][lanes]` into the softmax of each lane: replaces `x` by `e^(x·scale - max)` with the
+/// new `max`, adds that to `sum`, and writes to `fade` by how much what was summed before is to be multiplied.
+fn softmax(
+    level: CpuLevel,
     scores: &mut [f32],
     lanes: usize,
     scale: f32,
@@ -275,23 +264,54 @@ fn softmax_body<const FMA: bool>(
     sum: &mut [f32],
     fade: &mut [f32; LANES],
 ) {
-    let octets = max.as_chunks_mut::<8>().0.iter_mut().zip(sum.as_chunks_mut::<8>().0).zip(fade.as_chunks_mut::<8>().0);
-    for (v, ((max, sum), fade)) in octets.enumerate() {
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn eight(s: &mut [f32], lanes: usize, scale: f32, max: &mut [f32], sum: &mut [f32], fade: &mut [f32; LANES]) {
+        softmax_body::<true, 8>(s, lanes, scale, max, sum, fade);
+    }
+    /// The same arithmetic for each lane.
+    #[cfg(target_arch = "x86_64")]
+    #[target_feature(enable = "avx512f,avx2,fma,f16c")]
+    fn sixteen(s: &mut [f32], lanes: usize, scale: f32, max: &mut [f32], sum: &mut [f32], fade: &mut [f32; LANES]) {
+        match lanes {
+            LANES => softmax_body::<true, LANES>(s, lanes, scale, max, sum, fade),
+            _ => softmax_body::<true, 8>(s, lanes, scale, max, sum, fade),
+        }
+    }
+    dispatch!(
+        level,
+        softmax_body::<false, 8>(scores, lanes, scale, max, sum, fade),
+        eight(scores, lanes, scale, max, sum, fade),
+        sixteen(scores, lanes, scale, max, sum, fade)
+    );
+}
+
+#[inline(always)]
+fn softmax_body<const FMA: bool, const N: usize>(
+    scores: &mut [f32],
+    lanes: usize,
+    scale: f32,
+    max: &mut [f32],
+    sum: &mut [f32],
+    fade: &mut [f32; LANES],
+) {
+    let groups = max.as_chunks_mut::<N>().0.iter_mut().zip(sum.as_chunks_mut::<N>().0).zip(fade.as_chunks_mut::<N>().0);
+    for (v, ((max, sum), fade)) in groups.enumerate() {
         let mut new = *max;
-        for row in scores.as_chunks_mut::<8>().0.iter_mut().skip(v).step_by(lanes / 8) {
+        for row in scores.as_chunks_mut::<N>().0.iter_mut().skip(v).step_by(lanes / N) {
             for (x, new) in row.iter_mut().zip(&mut new) {
                 *x *= scale;
                 *new = if *x > *new { *x } else { *new };
             }
         }
-        let mut added = [0.0f32; 8];
-        for row in scores.as_chunks_mut::<8>().0.iter_mut().skip(v).step_by(lanes / 8) {
+        let mut added = [0.0f32; N];
+        for row in scores.as_chunks_mut::<N>().0.iter_mut().skip(v).step_by(lanes / N) {
             for ((x, new), added) in row.iter_mut().zip(&new).zip(&mut added) {
                 *x = exp::<FMA>(*x - new);
                 *added += *x;
             }
         }
-        for l in 0..8 {
+        for l in 0..N {
             fade[l] = exp::<FMA>(max[l] - new[l]);
             sum[l] = mul_add::<FMA>(sum[l], fade[l], added[l]);
         }

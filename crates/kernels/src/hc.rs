@@ -9,14 +9,15 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod scalar;
 
-use std::array;
 use std::ops::Range;
 
 use crate::Ctx;
 use crate::level::{compiled_per_level, dispatch};
-use crate::math::{mul_add, sigmoid};
+use crate::math::{exp, mul_add, sigmoid};
 use crate::norm::rms_factor;
 use crate::parallel::{Disjoint, for_each_row, run_tasks};
 use crate::scratch::Scratch;
@@ -26,10 +27,12 @@ pub const MAX_STREAMS: usize = 8;
 /// Channels of a block of a product.
 const BLOCK: usize = 1024;
 /// Rows and outputs of a tile of products.
-const ROWS: usize = 3;
+const ROWS: usize = 6;
 const OUTPUTS: usize = 4;
 /// Tokens that a task takes from the products to the end.
-const TOKENS: usize = 4 * ROWS;
+const TOKENS: usize = 2 * ROWS;
+/// Tokens whose coefficients are computed side by side.
+const LANES: usize = 8;
 
 /// The sums of a tile.
 type Sums = [[f32; OUTPUTS]; ROWS];
@@ -119,14 +122,19 @@ fn mix_and_collapse(
     let (pre, mix) = (Disjoint::new(pre), Disjoint::new(mix));
     let collapsed = collapsed.map(Disjoint::new);
     each_logits(ctx, p, x, outputs, |tokens, logits| {
-        for (t, logits) in tokens.zip(logits.chunks_exact(outputs)) {
-            let x = &x[t * s * d..(t + 1) * s * d];
-            // SAFETY: each token is handed out once, so its rows are borrowed here only.
-            let (pre, mix) = unsafe { (pre.piece(t * s..(t + 1) * s), mix.piece(t * mixes..(t + 1) * mixes)) };
-            coefficients(p, logits, pre, mix);
-            if let Some(collapsed) = &collapsed {
-                // SAFETY: as above.
-                weighted_sum(ctx.level, x, pre, unsafe { collapsed.piece(t * d..(t + 1) * d) });
+        let mut lanes = [[0.0; LANES]; (2 + MAX_STREAMS) * MAX_STREAMS];
+        let lanes = &mut lanes[..outputs];
+        for (first, logits) in tokens.clone().step_by(LANES).zip(logits.chunks(LANES * outputs)) {
+            coefficients(ctx.level, p, logits, lanes);
+            for (lane, t) in (first..tokens.end.min(first + LANES)).enumerate() {
+                // SAFETY: each token is handed out once, so its rows are borrowed here only.
+                let (pre, mix) = unsafe { (pre.piece(t * s..(t + 1) * s), mix.piece(t * mixes..(t + 1) * mixes)) };
+                pre.iter_mut().chain(mix).zip(&*lanes).for_each(|(place, lanes)| *place = lanes[lane]);
+                if let Some(collapsed) = &collapsed {
+                    let x = &x[t * s * d..(t + 1) * s * d];
+                    // SAFETY: as above.
+                    weighted_sum(ctx.level, x, pre, unsafe { collapsed.piece(t * d..(t + 1) * d) });
+                }
             }
         }
     });
@@ -144,13 +152,15 @@ fn each_logits(ctx: Ctx, p: &HcParams, x: &[f32], outputs: usize, body: impl Fn(
     };
     if rows < TOKENS * ctx.par.threads() {
         let mut logits = Scratch::new(rows * outputs);
+        logits.fill(0.0);
         let places = Disjoint::new(&mut logits);
         run_tasks(ctx, outputs.div_ceil(OUTPUTS), |quad| {
-            let outputs_done = quad * OUTPUTS..outputs.min((quad + 1) * OUTPUTS);
-            products(ctx, p, x, 0..rows, outputs_done.clone(), |t, sums| {
+            let done = quad * OUTPUTS..outputs.min((quad + 1) * OUTPUTS);
+            products(ctx, p, x, 0..rows, done, |t, done, sums| {
                 let first = t * outputs;
                 // SAFETY: each task index is given out once and has its own outputs.
-                unsafe { places.piece(first + outputs_done.start..first + outputs_done.end) }.copy_from_slice(sums);
+                let logits = unsafe { places.piece(first + done.start..first + done.end) };
+                logits.iter_mut().zip(sums).for_each(|(logit, sum)| *logit += sum);
             });
         });
         scale(0..rows, &mut logits);
@@ -160,46 +170,50 @@ fn each_logits(ctx: Ctx, p: &HcParams, x: &[f32], outputs: usize, body: impl Fn(
     run_tasks(ctx, rows.div_ceil(TOKENS), |task| {
         let tokens = task * TOKENS..rows.min((task + 1) * TOKENS);
         let mut logits = Scratch::new(tokens.len() * outputs);
-        for first in (0..outputs).step_by(OUTPUTS) {
-            let done = first..outputs.min(first + OUTPUTS);
-            products(ctx, p, x, tokens.clone(), done.clone(), |t, sums| {
-                let row = (t - tokens.start) * outputs;
-                logits[row + done.start..row + done.end].copy_from_slice(sums);
-            });
-        }
+        logits.fill(0.0);
+        products(ctx, p, x, tokens.clone(), 0..outputs, |t, done, sums| {
+            let row = (t - tokens.start) * outputs;
+            let logits = &mut logits[row + done.start..row + done.end];
+            logits.iter_mut().zip(sums).for_each(|(logit, sum)| *logit += sum);
+        });
         scale(tokens.clone(), &mut logits);
         body(tokens, &logits);
     });
 }
 
-/// Up to [`OUTPUTS`] outputs of the mixing matrix for some tokens, handed to `place` token by token.
+/// Some outputs of the mixing matrix for some tokens: `add` gets a token, up to [`OUTPUTS`] outputs, and their sums over the next
+/// block of channels. A few rows of the matrix stay in the cache while all tokens pass.
 fn products(
     ctx: Ctx,
     p: &HcParams,
     x: &[f32],
     tokens: Range<usize>,
     outputs: Range<usize>,
-    mut place: impl FnMut(usize, &[f32]),
+    mut add: impl FnMut(usize, Range<usize>, &[f32]),
 ) {
     let width = p.streams * p.dim;
-    for first in tokens.clone().step_by(ROWS) {
-        let rows = ROWS.min(tokens.end - first);
-        let mut sums = Sums::default();
-        for block in (0..width).step_by(BLOCK) {
-            let channels = block..width.min(block + BLOCK);
-            // A tile with fewer rows or outputs has the last one again in their place.
-            let row = |i: usize| i * width + channels.start..i * width + channels.end;
-            let x: [&[f32]; ROWS] = array::from_fn(|i| &x[row(first + i.min(rows - 1))]);
-            let w: [&[f32]; OUTPUTS] = array::from_fn(|i| &p.fn_[row((outputs.start + i).min(outputs.end - 1))]);
-            let count = outputs.len();
-            dispatch!(
-                ctx.level,
-                scalar::add_dots(x, rows, w, count, &mut sums),
-                avx2::add_dots(x, rows, w, count, &mut sums)
-            );
-        }
-        for (t, sums) in (first..first + rows).zip(&sums) {
-            place(t, &sums[..outputs.len()]);
+    for start in outputs.clone().step_by(OUTPUTS) {
+        let done = start..outputs.end.min(start + OUTPUTS);
+        for first in tokens.clone().step_by(ROWS) {
+            let rows = ROWS.min(tokens.end - first);
+            for block in (0..width).step_by(BLOCK) {
+                let channels = block..width.min(block + BLOCK);
+                let row = |i: usize| i * width + channels.start..i * width + channels.end;
+                // A tile with fewer rows or outputs has the first one again in their place.
+                let (mut tokens, mut w) = ([&x[row(first)]; ROWS], [&p.fn_[row(start)]; OUTPUTS]);
+                tokens[..rows].iter_mut().enumerate().skip(1).for_each(|(i, token)| *token = &x[row(first + i)]);
+                w[..done.len()].iter_mut().enumerate().skip(1).for_each(|(i, w)| *w = &p.fn_[row(start + i)]);
+                let mut sums = Sums::default();
+                dispatch!(
+                    ctx.level,
+                    scalar::dots(&tokens, rows, &w, &mut sums),
+                    avx2::dots(&tokens, rows, &w, &mut sums),
+                    avx512::dots(&tokens, rows, &w, &mut sums)
+                );
+                for (t, sums) in (first..first + rows).zip(&sums) {
+                    add(t, done.clone(), &sums[..done.len()]);
+                }
+            }
         }
     }
 }
@@ -214,19 +228,43 @@ fn scale_by_rms_body<const FMA: bool>(x: &[f32], eps: f32, logits: &mut [f32]) {
     logits.iter_mut().for_each(|x| *x *= factor);
 }
 
-/// From the logits of one token to `pre`, `post` and `comb`. Two dozen numbers: plain code at every level.
-fn coefficients(p: &HcParams, logits: &[f32], pre: &mut [f32], mix: &mut [f32]) {
+compiled_per_level!(
+    /// From the logits of up to [`LANES`] tokens, `[tokens, outputs]`, to `pre`, `post` and `comb`, `[outputs][LANES]`. The same
+    /// arithmetic at every level: nothing is fused.
+    fn coefficients(p: &HcParams, logits: &[f32], lanes: &mut [[f32; LANES]]) => coefficients_body
+);
+
+#[inline(always)]
+fn coefficients_body<const FMA: bool>(p: &HcParams, logits: &[f32], lanes: &mut [[f32; LANES]]) {
+    if logits.len() == lanes.len() {
+        // One token, as in a decode step: nothing is side by side.
+        let mut one = [[0.0]; (2 + MAX_STREAMS) * MAX_STREAMS];
+        let one = &mut one[..logits.len()];
+        coefficients_of(p, logits, one);
+        lanes.iter_mut().zip(one).for_each(|(lanes, one)| lanes[0] = one[0]);
+    } else {
+        coefficients_of(p, logits, lanes);
+    }
+}
+
+#[inline(always)]
+fn coefficients_of<const N: usize>(p: &HcParams, logits: &[f32], lanes: &mut [[f32; N]]) {
     let s = p.streams;
-    let scaled = |i: usize, group: usize| logits[i] * p.scale[group] + p.base[i];
-    let (post, comb) = mix.split_at_mut(s);
-    for i in 0..s {
-        pre[i] = sigmoid::<false>(scaled(i, 0)) + p.hc_eps;
-        post[i] = 2.0 * sigmoid::<false>(scaled(s + i, 1));
+    for (i, lanes) in lanes.iter_mut().enumerate() {
+        let (scale, base) = (p.scale[(i / s).min(2)], p.base[i]);
+        for (lane, logits) in lanes.iter_mut().zip(logits.chunks_exact(p.base.len())) {
+            *lane = logits[i] * scale + base;
+        }
     }
-    for (i, c) in comb.iter_mut().enumerate() {
-        *c = scaled(2 * s + i, 2);
+    let (pre, rest) = lanes.split_at_mut(s);
+    let (post, comb) = rest.split_at_mut(s);
+    for (pre, post) in pre.iter_mut().zip(post) {
+        for (pre, post) in pre.iter_mut().zip(post) {
+            *pre = sigmoid::<false>(*pre) + p.hc_eps;
+            *post = 2.0 * sigmoid::<false>(*post);
+        }
     }
-    sinkhorn(comb, s, p.sinkhorn_iters, p.hc_eps);
+    balance(comb, s, p.sinkhorn_iters, p.hc_eps);
 }
 
 /// Turns logits `[S, S]` into a nearly doubly stochastic matrix, in place: softmax of each row plus `eps`, columns
@@ -238,26 +276,61 @@ fn coefficients(p: &HcParams, logits: &[f32], pre: &mut [f32], mix: &mut [f32]) 
 /// If `comb` is not `[streams, streams]`.
 pub fn sinkhorn(comb: &mut [f32], streams: usize, iters: usize, eps: f32) {
     assert_eq!(comb.len(), streams * streams, "comb must be [S, S]");
-    for row in comb.chunks_exact_mut(streams) {
-        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        row.iter_mut().for_each(|c| *c = crate::math::exp::<false>(*c - max));
-        let sum: f32 = row.iter().sum();
-        row.iter_mut().for_each(|c| *c = *c / sum + eps);
-    }
-    let columns = |comb: &mut [f32]| {
-        for k in 0..streams {
-            let sum: f32 = comb[k..].iter().step_by(streams).sum();
-            comb[k..].iter_mut().step_by(streams).for_each(|c| *c /= sum + eps);
+    balance(comb.as_chunks_mut::<1>().0, streams, iters, eps);
+}
+
+/// [`sinkhorn`] of `N` matrices side by side.
+#[inline(always)]
+fn balance<const N: usize>(comb: &mut [[f32; N]], s: usize, iters: usize, eps: f32) {
+    for row in comb.chunks_exact_mut(s) {
+        let mut max = [f32::NEG_INFINITY; N];
+        for c in &*row {
+            for (max, c) in max.iter_mut().zip(c) {
+                *max = max.max(*c);
+            }
         }
-    };
-    columns(comb);
+        for c in &mut *row {
+            for (c, max) in c.iter_mut().zip(&max) {
+                *c = exp::<false>(*c - max);
+            }
+        }
+        let sum = sum_of(row, 1);
+        for c in row {
+            for (c, sum) in c.iter_mut().zip(&sum) {
+                *c = *c / sum + eps;
+            }
+        }
+    }
+    divide_by_sums(comb, s, 1, s, eps);
     for _ in 1..iters {
-        for row in comb.chunks_exact_mut(streams) {
-            let sum: f32 = row.iter().sum();
-            row.iter_mut().for_each(|c| *c /= sum + eps);
-        }
-        columns(comb);
+        divide_by_sums(comb, s, s, 1, eps);
+        divide_by_sums(comb, s, 1, s, eps);
     }
+}
+
+/// Divides the entries of rows, or of columns, by their sum plus `eps`: `groups` lists that begin `start` apart, of as many entries,
+/// `step` apart.
+#[inline(always)]
+fn divide_by_sums<const N: usize>(comb: &mut [[f32; N]], groups: usize, start: usize, step: usize, eps: f32) {
+    for group in 0..groups {
+        let sum = sum_of(&comb[group * start..][..(groups - 1) * step + 1], step);
+        for i in 0..groups {
+            for (c, sum) in comb[group * start + i * step].iter_mut().zip(&sum) {
+                *c /= sum + eps;
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn sum_of<const N: usize>(entries: &[[f32; N]], step: usize) -> [f32; N] {
+    let mut sum = [-0.0; N];
+    for i in (0..entries.len()).step_by(step) {
+        for (sum, c) in sum.iter_mut().zip(&entries[i]) {
+            *sum += c;
+        }
+    }
+    sum
 }
 
 compiled_per_level!(
@@ -302,27 +375,41 @@ compiled_per_level!(
 
 #[inline(always)]
 fn merge_body<const FMA: bool>(y: &[f32], mix: &[f32], x: &mut [f32], streams: usize) {
+    // Models have four; with their number known, old and new numbers stay in registers.
+    match streams {
+        4 => merge_streams::<FMA, 4>(y, mix, x, streams),
+        _ => merge_streams::<FMA, MAX_STREAMS>(y, mix, x, streams),
+    }
+}
+
+/// `streams` up to `S`.
+#[inline(always)]
+fn merge_streams<const FMA: bool, const S: usize>(y: &[f32], mix: &[f32], x: &mut [f32], streams: usize) {
     /// Channels at a time: all old streams are read before one is overwritten.
-    const CHANNELS: usize = 64;
+    const CHANNELS: usize = 16;
     let dim = y.len();
+    let streams = streams.min(S);
     let (post, comb) = mix.split_at(streams);
-    let mut old = [[0.0f32; CHANNELS]; MAX_STREAMS];
+    let whole = dim - dim % CHANNELS;
     for first in (0..dim).step_by(CHANNELS) {
-        let count = CHANNELS.min(dim - first);
-        for (old, x) in old.iter_mut().zip(x.chunks_exact(dim)) {
-            old[..count].copy_from_slice(&x[first..first + count]);
+        let count = if first < whole { CHANNELS } else { dim - whole };
+        let (mut old, mut own) = ([[0.0f32; CHANNELS]; S], [0.0; CHANNELS]);
+        for (j, old) in old.iter_mut().enumerate().take(streams) {
+            old[..count].copy_from_slice(&x[j * dim + first..j * dim + first + count]);
         }
-        for (k, x) in x.chunks_exact_mut(dim).enumerate() {
-            let x = &mut x[first..first + count];
-            for (x, y) in x.iter_mut().zip(&y[first..]) {
-                *x = post[k] * y;
+        own[..count].copy_from_slice(&y[first..first + count]);
+        for k in 0..streams {
+            let mut new = [0.0; CHANNELS];
+            for (new, y) in new.iter_mut().zip(&own) {
+                *new = post[k] * y;
             }
-            for (j, old) in old[..streams].iter().enumerate() {
+            for (j, old) in old.iter().enumerate().take(streams) {
                 let c = comb[j * streams + k];
-                for (x, &old) in x.iter_mut().zip(old) {
-                    *x = mul_add::<FMA>(c, old, *x);
+                for (new, &old) in new.iter_mut().zip(old) {
+                    *new = mul_add::<FMA>(c, old, *new);
                 }
             }
+            x[k * dim + first..k * dim + first + count].copy_from_slice(&new[..count]);
         }
     }
 }

@@ -171,9 +171,20 @@ impl Default for Shares {
     }
 }
 
+/// Rounds `p[i][lane] · scales[i]`, not negative, against the largest of each lane.
+fn round_shares(level: CpuLevel, p: &[f32], scales: &[f32], lanes: usize, shares: &mut Shares) {
+    #[cfg(target_arch = "x86_64")]
+    if lanes == LANES && level == CpuLevel::Avx512Vnni {
+        level.assert_available();
+        // SAFETY: the assertion above saw the instructions of the level on this CPU.
+        return unsafe { vnni::round_shares(p.as_chunks().0, scales, shares) };
+    }
+    round_octets(level, p, scales, lanes, shares);
+}
+
 compiled_per_level!(
-    /// Rounds `p[i][lane] · scales[i]`, not negative, against the largest of each lane.
-    fn round_shares(p: &[f32], scales: &[f32], lanes: usize, shares: &mut Shares) => round_shares_body
+    /// The same, eight lanes at a time.
+    fn round_octets(p: &[f32], scales: &[f32], lanes: usize, shares: &mut Shares) => round_shares_body
 );
 
 #[inline(always)]

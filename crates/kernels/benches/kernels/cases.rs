@@ -345,10 +345,10 @@ fn sequence_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
 fn token_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
     let mut maker = Maker::new(level, filter);
     let (s, d) = (4, 4096);
-    for t in [1, 64] {
+    for (t, d) in [(1, 1024), (256, 1024), (1, 4096), (64, 4096)] {
         // The mix product; weighted sums before, and after for each stream.
         let amount = 2 * t * s * d * ((2 + s) * s + 1 + (s + 1));
-        maker.add(format!("hyper-connections pre + post T={t}"), Ceiling::F32, amount, move |ctx| {
+        maker.add(format!("hyper-connections of {d} pre + post T={t}"), Ceiling::F32, amount, move |ctx| {
             let (fn_, base, scale) = (numbers((2 + s) * s * s * d), numbers((2 + s) * s), numbers(3));
             let (mut x, mut y, mut mix) = (numbers(t * s * d), vec![0.0; t * d], vec![0.0; t * (s + s * s)]);
             move || {

@@ -47,13 +47,28 @@ impl Seen<'_> {
             }
     }
 
-    /// Row `i` of those.
-    #[inline]
-    fn row<'a>(&self, rows: &Rows<'a>, i: usize) -> (&'a [u32], &'a [f32]) {
-        match (i.checked_sub(self.near.len()), self.far) {
-            (None, _) => rows.near.row(self.near.start + i),
-            (Some(i), Far::First(_)) => rows.far.row(i),
-            (Some(i), Far::Chosen(ids)) => rows.far.row(ids[i] as usize),
+    /// Calls `body` with each of the rows `range` of those and its place in the range.
+    #[inline(always)]
+    fn each_row<'a>(&self, rows: &Rows<'a>, range: Range<usize>, mut body: impl FnMut(usize, &'a [u32], &'a [f32])) {
+        let (first, near) = (range.start, self.near.len());
+        let split = near.clamp(range.start, range.end);
+        for i in first..split {
+            let (row, scales) = rows.near.row(self.near.start + i);
+            body(i - first, row, scales);
+        }
+        match self.far {
+            Far::First(_) => {
+                for i in split..range.end {
+                    let (row, scales) = rows.far.row(i - near);
+                    body(i - first, row, scales);
+                }
+            }
+            Far::Chosen(ids) => {
+                for (i, id) in (split..range.end).zip(&ids[split - near.min(split)..]) {
+                    let (row, scales) = rows.far.row(*id as usize);
+                    body(i - first, row, scales);
+                }
+            }
         }
     }
 }
@@ -118,9 +133,7 @@ impl<'a> Block<'a> {
         const { assert!(BLOCK.is_multiple_of(2)) };
         let len = BLOCK.min(end - first);
         let mut block = Self { rows: [&[]; BLOCK], scales: [&[]; BLOCK], len };
-        for (i, (row, scales)) in block.rows.iter_mut().zip(&mut block.scales).take(len).enumerate() {
-            (*row, *scales) = seen.row(rows, first + i);
-        }
+        seen.each_row(rows, first..first + len, |i, row, scales| (block.rows[i], block.scales[i]) = (row, scales));
         if !len.is_multiple_of(2) {
             block.rows[len] = block.rows[len - 1];
         }
@@ -134,6 +147,13 @@ impl<'a> Block<'a> {
     /// A whole number of pairs.
     fn row_pairs(&self) -> &[&'a [u32]] {
         &self.rows[..self.len.next_multiple_of(2)]
+    }
+
+    /// `[chains][BLOCK]`
+    fn scales_of_chains(&self, out: &mut [f32]) {
+        for (i, scales) in self.scales[..self.len].iter().enumerate() {
+            out[i..].iter_mut().step_by(BLOCK).zip(*scales).for_each(|(out, scale)| *out = *scale);
+        }
     }
 
     fn scales(&self, chain: usize) -> [f32; BLOCK] {
@@ -153,17 +173,18 @@ fn attend_query(level: CpuLevel, q: &[f32], sink: &[f32], rows: &Rows, seen: &Se
     start(sink, max, sum);
     let mut total = Scratch::new(heads * stride);
     total.fill(0.0);
-    let mut shares = Shares::default();
+    let (mut shares, mut space, mut fade) = (Shares::default(), [0.0; BLOCK * LANES], [0.0; LANES]);
+    let chains = d.div_ceil(CHAIN);
+    let mut scales = Scratch::new(chains * BLOCK);
     for first in (0..n).step_by(BLOCK) {
         let block = Block::new(rows, seen, first, n);
+        block.scales_of_chains(&mut scales);
         for (head, lanes) in panels(padded) {
-            let mut scores = [0.0; BLOCK * LANES];
-            let scores = &mut scores[..block.len * lanes];
-            for chain in 0..d.div_ceil(CHAIN) {
-                let scales = &block.scales(chain)[..block.len];
+            let scores = &mut space[..block.len * lanes];
+            for (chain, scales) in scales.chunks_exact(BLOCK).enumerate() {
+                let scales = &scales[..block.len];
                 products(level, query.panel(head, lanes, chain), block.rows(), chain * PAIRS, scales, scores);
             }
-            let mut fade = [0.0; LANES];
             softmax(
                 level,
                 scores,
@@ -174,8 +195,8 @@ fn attend_query(level: CpuLevel, q: &[f32], sink: &[f32], rows: &Rows, seen: &Se
                 &mut fade,
             );
             let total = &mut total[head * stride..heads.min(head + lanes) * stride];
-            for chain in 0..d.div_ceil(CHAIN) {
-                let scales = &block.scales(chain)[..block.len];
+            for (chain, scales) in scales.chunks_exact(BLOCK).enumerate() {
+                let scales = &scales[..block.len];
                 let pairs = chain * PAIRS..(stride / 2).min((chain + 1) * PAIRS);
                 let total = &mut total[chain * CHAIN..];
                 add_weighted(level, scores, block.row_pairs(), pairs, scales, &fade, &mut shares, stride, total);
@@ -202,7 +223,7 @@ fn attend_divided(ctx: Ctx, q: &[f32], sink: &[f32], all: &Rows, seen: &Seen, ou
     let pieces = Disjoint::new(&mut scores);
     run_tasks(ctx, n.div_ceil(ROWS), |task| {
         let end = n.min((task + 1) * ROWS);
-        (task * ROWS..end).for_each(|i| prefetch(seen.row(all, i).0));
+        seen.each_row(all, task * ROWS..end, |_, row, _| prefetch(row));
         for first in (task * ROWS..end).step_by(TILE) {
             let block = Block::new(all, seen, first, end.min(first + TILE));
             for (head, lanes) in panels(padded) {

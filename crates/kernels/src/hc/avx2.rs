@@ -4,32 +4,43 @@ use std::arch::x86_64::*;
 
 use super::{OUTPUTS, ROWS, Sums};
 
+/// Rows of a tile.
+const TILE: usize = 3;
+
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn add_dots(x: [&[f32]; ROWS], rows: usize, w: [&[f32]; OUTPUTS], count: usize, out: &mut Sums) {
-    let sums = match rows {
-        1 => tile::<1>(&[x[0]], &w),
-        2 => tile::<2>(&[x[0], x[1]], &w),
-        _ => tile::<3>(&x, &w),
-    };
-    for (out, sums) in out[..rows].iter_mut().zip(sums) {
-        out[..count].iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+pub(super) fn dots(x: &[&[f32]; ROWS], rows: usize, w: &[&[f32]; OUTPUTS], out: &mut Sums) {
+    let (x, _) = x.as_chunks::<TILE>();
+    for (i, (x, out)) in x.iter().zip(out.as_chunks_mut::<TILE>().0).enumerate() {
+        *out = match rows.saturating_sub(i * TILE) {
+            0 => return,
+            1 => tile::<1>(&[x[0]], w),
+            2 => tile::<2>(&[x[0], x[1]], w),
+            _ => tile::<3>(x, w),
+        };
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn tile<const A: usize>(x: &[&[f32]; A], w: &[&[f32]; OUTPUTS]) -> Sums {
+fn tile<const A: usize>(x: &[&[f32]; A], w: &[&[f32]; OUTPUTS]) -> [[f32; OUTPUTS]; TILE] {
     let d = x[0].len();
     let whole = d - d % 8;
     let acc = lanes(x, w, whole);
-    let mut sums = Sums::default();
+    let mut sums = [[0.0; OUTPUTS]; TILE];
     for (i, acc) in acc.into_iter().enumerate() {
-        let mut row = reduce(acc);
-        for (sum, w) in row.iter_mut().zip(w) {
-            *sum = (whole..d).fold(*sum, |sum, k| x[i][k].mul_add(w[k], sum));
-        }
-        sums[i] = row;
+        sums[i] = finish(acc, x[i], w, whole);
     }
     sums
+}
+
+/// Sums of the lanes of one row, and what comes after the first `whole` channels.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn finish(acc: [__m256; OUTPUTS], x: &[f32], w: &[&[f32]; OUTPUTS], whole: usize) -> [f32; OUTPUTS] {
+    let mut row = reduce(acc);
+    for (sum, w) in row.iter_mut().zip(w) {
+        *sum = (whole..x.len()).fold(*sum, |sum, k| x[k].mul_add(w[k], sum));
+    }
+    row
 }
 
 /// The loop where the time goes. On its own, so that the compiler keeps the sums in registers.

@@ -1,15 +1,9 @@
 //! Products with the mixing matrix in plain Rust.
 
-pub(super) fn add_dots(
-    x: [&[f32]; super::ROWS],
-    rows: usize,
-    w: [&[f32]; super::OUTPUTS],
-    count: usize,
-    out: &mut super::Sums,
-) {
+pub(super) fn dots(x: &[&[f32]; super::ROWS], rows: usize, w: &[&[f32]; super::OUTPUTS], out: &mut super::Sums) {
     for (x, out) in x[..rows].iter().zip(out) {
-        for (w, out) in w[..count].iter().zip(out) {
-            *out += dot(x, w);
+        for (w, out) in w.iter().zip(out) {
+            *out = dot(x, w);
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{ROW_MAX, Shape, round};
+use super::{ROW_MAX, STEP, Shape, round};
 use crate::Ctx;
 use crate::parallel::{Disjoint, run_tasks};
 
@@ -24,9 +24,27 @@ pub struct RowCodes {
 #[derive(Clone, Debug)]
 struct Piece {
     /// `[PIECE, pairs]`
-    pairs: Vec<u32>,
+    pairs: Vec<Line>,
     /// `[PIECE, chains]`
     scales: Vec<f32>,
+}
+
+/// Pairs that one load of the widest registers takes, where it takes one line of the cache.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Line([u32; STEP]);
+
+/// The pairs of some lines.
+#[inline(always)]
+fn words(lines: &[Line]) -> &[u32] {
+    const { assert!(size_of::<Line>() == 4 * STEP) };
+    // SAFETY: a line is an array of words and nothing else (asserted above).
+    unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), lines.len() * STEP) }
+}
+
+fn words_mut(lines: &mut [Line]) -> &mut [u32] {
+    // SAFETY: as above, and any words are a line.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * STEP) }
 }
 
 /// Some rows of [`RowCodes`]. Copying it copies a few words.
@@ -75,7 +93,7 @@ impl RowCodes {
     pub fn extend<'a>(&mut self, ctx: Ctx, count: usize, row: impl Fn(usize) -> &'a [f32] + Sync) {
         let Shape { width, chains } = self.shape;
         let (start, end) = (self.skip + self.len, self.skip + self.len + count);
-        let empty = || Piece { pairs: vec![0; PIECE * width], scales: vec![0.0; PIECE * chains] };
+        let empty = || Piece { pairs: vec![Line([0; STEP]); PIECE * width / STEP], scales: vec![0.0; PIECE * chains] };
         self.pieces.resize_with(end.div_ceil(PIECE), empty);
         let first = start / PIECE;
         let pieces = Disjoint::new(&mut self.pieces[first..]);
@@ -86,7 +104,7 @@ impl RowCodes {
             for place in start.max(at)..end.min(at + PIECE) {
                 let (row, i) = (row(place - start), place - at);
                 assert_eq!(row.len(), self.width, "numbers of a row");
-                let pairs = &mut piece.pairs[i * width..(i + 1) * width];
+                let pairs = &mut words_mut(&mut piece.pairs)[i * width..(i + 1) * width];
                 round(ctx.level, row, ROW_MAX, pairs, &mut piece.scales[i * chains..(i + 1) * chains]);
             }
         });
@@ -153,11 +171,11 @@ impl<'a> CodedRows<'a> {
     }
 
     /// Pairs of row `i` and its scales, one for each chain.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn row(&self, i: usize) -> (&'a [u32], &'a [f32]) {
         assert!(i < self.len, "row {i} of {}", self.len);
         let (place, Shape { width, chains }) = (self.first + i, self.shape);
         let (piece, i) = (&self.pieces[place / PIECE], place % PIECE);
-        (&piece.pairs[i * width..(i + 1) * width], &piece.scales[i * chains..(i + 1) * chains])
+        (&words(&piece.pairs)[i * width..(i + 1) * width], &piece.scales[i * chains..(i + 1) * chains])
     }
 }

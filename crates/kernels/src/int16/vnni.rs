@@ -4,7 +4,8 @@
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-use super::{LANES, STEP, Shares, avx2};
+use super::{LANES, SHARE_MAX, STEP, Shares, avx2};
+use crate::rounding::{ROUND, factor_of};
 
 /// As [`avx2::products`], the same bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
@@ -76,6 +77,38 @@ fn chains<const ROWS: usize>(panel: &[u32], rows: &[&[u32]; ROWS], pairs: Range<
         }
     }
     acc
+}
+
+/// As plain Rust does for 16 lanes, the same bits.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
+pub(super) fn round_shares(p: &[[f32; LANES]], scales: &[f32], shares: &mut Shares) {
+    let row = |i: usize| {
+        // SAFETY: a row is 64 readable bytes and `loadu` has no alignment requirement.
+        let p = unsafe { _mm512_loadu_ps(p[i].as_ptr()) };
+        _mm512_mul_ps(p, _mm512_set1_ps(scales[i]))
+    };
+    let mut most = _mm512_setzero_si512();
+    for i in 0..scales.len() {
+        let magnitude = _mm512_and_si512(_mm512_castps_si512(row(i)), _mm512_set1_epi32(0x7fff_ffff));
+        most = _mm512_max_epu32(most, magnitude);
+    }
+    let (mut largest, mut factors) = ([0.0; LANES], [0.0; LANES]);
+    // SAFETY: `largest` is 64 writable bytes and `storeu` has no alignment requirement.
+    unsafe { _mm512_storeu_ps(largest.as_mut_ptr(), _mm512_castsi512_ps(most)) };
+    for (largest, (factor, step)) in largest.iter().zip(factors.iter_mut().zip(&mut shares.steps)) {
+        (*factor, *step) = factor_of(*largest, SHARE_MAX);
+    }
+    // SAFETY: `factors` is 64 readable bytes and `loadu` has no alignment requirement.
+    let factors = unsafe { _mm512_loadu_ps(factors.as_ptr()) };
+    let usable = _mm512_cmpneq_ps_mask(factors, _mm512_setzero_ps());
+    let code = |row| _mm512_castps_si512(_mm512_add_ps(_mm512_mul_ps(row, factors), _mm512_set1_ps(ROUND)));
+    for (i, pairs) in shares.pairs.as_chunks_mut::<LANES>().0.iter_mut().enumerate().take(scales.len().div_ceil(2)) {
+        let low = _mm512_and_si512(code(row(2 * i)), _mm512_set1_epi32(0xffff));
+        let high = if 2 * i + 1 < scales.len() { row(2 * i + 1) } else { _mm512_setzero_ps() };
+        let both = _mm512_maskz_or_epi32(usable, low, _mm512_slli_epi32::<16>(code(high)));
+        // SAFETY: `pairs` is 64 writable bytes and `storeu` has no alignment requirement.
+        unsafe { _mm512_storeu_si512(pairs.as_mut_ptr().cast(), both) };
+    }
 }
 
 /// As [`avx2::add_weighted`], the same bits.
