@@ -126,7 +126,7 @@ impl World {
             self.now_us = self.now_us.max(due);
             return true;
         }
-        let (number, lane, done, took, ids) = self.in_flight.remove(next);
+        let (number, _, done, took, ids) = self.in_flight.remove(next);
         self.now_us = self.now_us.max(done);
         let node_us = took / 20;
         self.scheduler.complete(number, self.now_us, took, node_us);
