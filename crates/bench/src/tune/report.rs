@@ -65,7 +65,8 @@ pub fn render(file: &TuningFile, explain: bool) -> String {
 
 fn explanation(file: &TuningFile, text: &mut String) {
     let outcome = &file.outcome;
-    text.push_str("Kind by kind\n");
+    let of = if outcome.recommended().is_some() { "what is recommended" } else { "the best that was found" };
+    let _ = writeln!(text, "Kind by kind, in {of}");
     for (name, kind) in &outcome.kinds {
         let _ = writeln!(text, "  {name}: {}", kind.chosen.label());
         for line in &kind.lines {

@@ -148,9 +148,9 @@ impl Tuner<'_> {
             (Some(index), _) => gains(&verified[index], &prompts),
             (None, Some(index)) => {
                 let why = refusal(&verified[index], &verified_matched(entries)).expect("it was refused");
-                format!("nothing is recommended: of what was found, the best is {}: {why}", label(&verified[index].arm))
+                format!("of what was found, the best is {}: {why}", label(&verified[index].arm))
             }
-            (None, None) => "nothing is recommended: no kind of projection pays on the engines".to_owned(),
+            (None, None) => "no kind of projection pays on the engines".to_owned(),
         };
         let chosen = |kind: &str| match best.map(|index| &verified[index].arm) {
             Some(Arm::Candidate(candidate)) => candidate.placement(kind),
