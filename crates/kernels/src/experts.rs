@@ -23,20 +23,46 @@ pub struct ExpertWeights<'a> {
 }
 
 impl ExpertWeights<'_> {
-    fn check(&self, dim: usize) -> usize {
-        hidden_width([self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols())), dim)
+    fn shapes(&self) -> Shapes {
+        [self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols()))
     }
 }
 
-/// `I` of an expert whose `w1`, `w3`, `w2` have these rows and columns.
+/// Rows and columns of `w1`, `w3` and `w2`.
+pub(crate) type Shapes = [(usize, usize); 3];
+
+/// `D` and `I` of an expert.
 ///
 /// # Panics
 ///
-/// If they do not belong to one expert of width `dim`.
-pub(crate) fn hidden_width(shapes: [(usize, usize); 3], dim: usize) -> usize {
-    let inner = shapes[0].0;
+/// If the shapes do not belong to one expert.
+pub(crate) fn widths(shapes: Shapes) -> (usize, usize) {
+    let (dim, inner) = shapes[2];
     assert_eq!(shapes, [(inner, dim), (inner, dim), (dim, inner)], "w1 and w3 must be [I, {dim}], w2 [{dim}, I]");
-    inner
+    (dim, inner)
+}
+
+/// `D` and `I` of routed experts, or `None` if there are none.
+///
+/// # Panics
+///
+/// If the lengths of the operands disagree with them, or the experts have different shapes.
+pub(crate) fn routed_widths(
+    mut experts: impl Iterator<Item = Shapes>,
+    x: &[f32],
+    ids: &[i32],
+    weights: &[f32],
+    top_k: usize,
+    acc: &[f32],
+) -> Option<(usize, usize)> {
+    assert_eq!(x.len(), acc.len(), "x and acc must be [T, D]");
+    assert!(ids.len() == weights.len(), "ids and weights must be [T, {top_k}]");
+    let (dim, inner) = widths(experts.next()?);
+    let tokens = acc.len().checked_div(dim).unwrap_or(0);
+    assert_eq!(acc.len(), tokens * dim, "acc must be [T, {dim}]");
+    assert_eq!(ids.len(), tokens * top_k, "ids must be [{tokens}, {top_k}]");
+    experts.for_each(|shapes| assert_eq!(widths(shapes), (dim, inner), "experts must have one shape"));
+    Some((dim, inner))
 }
 
 /// `out[t] = expert(x[t])`.
@@ -50,8 +76,7 @@ pub(crate) fn hidden_width(shapes: [(usize, usize); 3], dim: usize) -> usize {
 ///
 /// If the lengths disagree with the shapes above.
 pub fn shared_expert(ctx: Ctx, x: &[f32], w: &ExpertWeights, limit: Option<f32>, out: &mut [f32]) {
-    let dim = w.w2.rows();
-    let inner = w.check(dim);
+    let (dim, inner) = widths(w.shapes());
     assert_eq!(x.len(), out.len(), "x and out must be [T, {dim}]");
     let rows = out.len().checked_div(dim).unwrap_or(0);
     let starts = [0, rows];
@@ -89,16 +114,8 @@ pub fn routed_experts(
 ) {
     /// Rows (token and expert) computed together: bounds the scratch space while many experts keep all threads busy.
     const BATCH: usize = 512;
-    assert_eq!(x.len(), acc.len(), "x and acc must be [T, D]");
-    assert!(ids.len() == weights.len(), "ids and weights must be [T, {top_k}]");
-    let Some(expert) = experts.first() else { return };
-    let dim = expert.w2.rows();
-    let tokens = acc.len().checked_div(dim).unwrap_or(0);
-    assert_eq!(acc.len(), tokens * dim, "acc must be [T, {dim}]");
-    assert_eq!(ids.len(), tokens * top_k, "ids must be [{tokens}, {top_k}]");
-    let inner = expert.check(dim);
-    experts.iter().for_each(|expert| assert_eq!(expert.check(dim), inner, "experts must have one shape"));
-
+    let shapes = experts.iter().map(|expert| expert.shapes());
+    let Some((_, inner)) = routed_widths(shapes, x, ids, weights, top_k, acc) else { return };
     let routes = Sorted::by_expert(ids, first, experts.len());
     for batch in routes.batches(BATCH) {
         let entries = routes.entries(batch.clone());

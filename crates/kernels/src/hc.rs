@@ -15,12 +15,12 @@ mod scalar;
 
 use std::ops::Range;
 
-use crate::Ctx;
 use crate::level::{compiled_per_level, dispatch};
 use crate::math::{exp, mul_add, sigmoid};
 use crate::norm::rms_factor;
 use crate::parallel::{Disjoint, for_each_row, run_tasks};
 use crate::scratch::Scratch;
+use crate::{CpuLevel, Ctx};
 
 /// Most residual streams a model may have.
 pub const MAX_STREAMS: usize = 8;
@@ -125,7 +125,14 @@ fn mix_and_collapse(
         let mut lanes = [[0.0; LANES]; (2 + MAX_STREAMS) * MAX_STREAMS];
         let lanes = &mut lanes[..outputs];
         for (first, logits) in tokens.clone().step_by(LANES).zip(logits.chunks(LANES * outputs)) {
-            coefficients(ctx.level, p, logits, lanes);
+            if logits.len() == outputs {
+                // One token, as in a decode step: nothing is side by side.
+                let mut one = [[0.0]; (2 + MAX_STREAMS) * MAX_STREAMS];
+                coefficients_of(p, logits, &mut one[..outputs]);
+                lanes.iter_mut().zip(one).for_each(|(lanes, [one])| lanes[0] = one);
+            } else {
+                coefficients(ctx.level, p, logits, lanes);
+            }
             for (lane, t) in (first..tokens.end.min(first + LANES)).enumerate() {
                 // SAFETY: each token is handed out once, so its rows are borrowed here only.
                 let (pre, mix) = unsafe { (pre.piece(t * s..(t + 1) * s), mix.piece(t * mixes..(t + 1) * mixes)) };
@@ -204,8 +211,9 @@ fn products(
                 tokens[..rows].iter_mut().enumerate().skip(1).for_each(|(i, token)| *token = &x[row(first + i)]);
                 w[..done.len()].iter_mut().enumerate().skip(1).for_each(|(i, w)| *w = &p.fn_[row(start + i)]);
                 let mut sums = Sums::default();
+                // One or two tokens fill no wide registers.
                 dispatch!(
-                    ctx.level,
+                    if rows < 3 { ctx.level.min(CpuLevel::Avx2) } else { ctx.level },
                     scalar::dots(&tokens, rows, &w, &mut sums),
                     avx2::dots(&tokens, rows, &w, &mut sums),
                     avx512::dots(&tokens, rows, &w, &mut sums)
@@ -236,15 +244,7 @@ compiled_per_level!(
 
 #[inline(always)]
 fn coefficients_body<const FMA: bool>(p: &HcParams, logits: &[f32], lanes: &mut [[f32; LANES]]) {
-    if logits.len() == lanes.len() {
-        // One token, as in a decode step: nothing is side by side.
-        let mut one = [[0.0]; (2 + MAX_STREAMS) * MAX_STREAMS];
-        let one = &mut one[..logits.len()];
-        coefficients_of(p, logits, one);
-        lanes.iter_mut().zip(one).for_each(|(lanes, one)| lanes[0] = one[0]);
-    } else {
-        coefficients_of(p, logits, lanes);
-    }
+    coefficients_of(p, logits, lanes);
 }
 
 #[inline(always)]

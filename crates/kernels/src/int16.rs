@@ -84,8 +84,9 @@ pub(crate) fn prefetch(pairs: &[u32]) {
 
 /// A query with its heads side by side, in panels as [`heads::pack`] makes them.
 pub(crate) struct Query {
-    /// `[pair][lanes]` of each panel.
+    /// `[pair][lanes]` of each panel, from `start` on, which begins a line of the cache: a load that crosses two is two loads.
     packed: Scratch<u32>,
+    start: usize,
     /// `[chain][padded heads]`.
     scales: Scratch<f32>,
     width: usize,
@@ -101,22 +102,29 @@ impl Query {
         let places = pairs.chunks_exact_mut(width).zip(steps.chunks_exact_mut(chains));
         q.chunks_exact(d).zip(places).for_each(|(q, (pairs, steps))| round(level, q, QUERY_MAX, pairs, steps));
         let padded = heads::padded(heads);
-        let mut packed = Scratch::new(padded * width);
-        heads::pack(level, words(&pairs), width, words_mut(&mut packed));
+        let mut packed = Scratch::new(padded * width + STEP);
+        let start = line_offset(&packed);
+        heads::pack(level, words(&pairs), width, words_mut(&mut packed[start..start + padded * width]));
         let mut scales = Scratch::new(chains * padded);
         for (chain, scales) in scales.chunks_exact_mut(padded).enumerate() {
             let scale_of = |h: usize| if h < heads { steps[h * chains + chain] } else { 0.0 };
             scales.iter_mut().enumerate().for_each(|(h, scale)| *scale = scale_of(h));
         }
-        Self { packed, scales, width, padded }
+        Self { packed, start, scales, width, padded }
     }
 
     /// The panel of `lanes` heads from `head` on: pairs of a chain and scales.
     pub(crate) fn panel(&self, head: usize, lanes: usize, chain: usize) -> (&[u32], &[f32]) {
-        let panel = &self.packed[head * self.width..(head + lanes) * self.width];
+        let panel = &self.packed[self.start..][head * self.width..(head + lanes) * self.width];
         let pairs = chain * PAIRS * lanes..self.width.min((chain + 1) * PAIRS) * lanes;
         (&panel[pairs], &self.scales[chain * self.padded + head..][..lanes])
     }
+}
+
+/// Words before the first that begins a line of the cache, of at least [`STEP`].
+pub(crate) fn line_offset<T>(words: &[T]) -> usize {
+    const { assert!(size_of::<T>() == 4) };
+    words.as_ptr().align_offset(4 * STEP).min(STEP)
 }
 
 /// Words that are moved about as if they were numbers.

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::{BLOCK, CHANNELS, FEW, QUERIES, finish, scale, softmax, start};
 use crate::heads::{CHAIN, LANES, padded, panels};
-use crate::int16::{CodedRows, PAIRS, Query, Shares, add_weighted, pairs_of, prefetch, products};
+use crate::int16::{CodedRows, PAIRS, Query, STEP, Shares, add_weighted, line_offset, pairs_of, prefetch, products};
 use crate::parallel::{Disjoint, run_tasks};
 use crate::scratch::Scratch;
 use crate::{CpuLevel, Ctx};
@@ -171,7 +171,9 @@ fn attend_query(level: CpuLevel, q: &[f32], sink: &[f32], rows: &Rows, seen: &Se
     let mut state = Scratch::new(2 * padded);
     let (max, sum) = state.split_at_mut(padded);
     start(sink, max, sum);
-    let mut total = Scratch::new(heads * stride);
+    let mut total = Scratch::new(heads * stride + STEP);
+    let offset = line_offset(&total);
+    let total = &mut total[offset..offset + heads * stride];
     total.fill(0.0);
     let (mut shares, mut space, mut fade) = (Shares::default(), [0.0; BLOCK * LANES], [0.0; LANES]);
     let chains = d.div_ceil(CHAIN);

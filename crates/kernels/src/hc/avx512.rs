@@ -9,8 +9,7 @@ use super::{OUTPUTS, ROWS, Sums, avx2};
 #[target_feature(enable = "avx512f,avx2,fma,f16c")]
 pub(super) fn dots(x: &[&[f32]; ROWS], rows: usize, w: &[&[f32]; OUTPUTS], out: &mut Sums) {
     match rows {
-        ..3 => avx2::dots(x, rows, w, out),
-        3 => tile::<3>(x, w, out),
+        ..=3 => tile::<3>(x, w, out),
         4 => tile::<4>(x, w, out),
         5 => tile::<5>(x, w, out),
         _ => tile::<6>(x, w, out),

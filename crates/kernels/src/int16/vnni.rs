@@ -1,4 +1,4 @@
-//! Products of rounded rows with AVX-512 VNNI: 12 rows by 16 heads, or 8 heads by 32 channels, at a time; sums and scales of
+//! Products of rounded rows with AVX-512 VNNI: 24 rows by 16 heads, or 8 heads by 32 channels, at a time; sums and scales of
 //! AVX2 in wider registers.
 
 use std::arch::x86_64::*;
@@ -24,6 +24,7 @@ pub(super) fn products(
     while i < rows.len() {
         let (rows, scales, out) = (&rows[i..], &scales[i..], &mut out[i * LANES..]);
         i += match rows.len() {
+            24.. => tile::<24>(panel, q_scales, rows, pairs.clone(), scales, out),
             12.. => tile::<12>(panel, q_scales, rows, pairs.clone(), scales, out),
             8.. => tile::<8>(panel, q_scales, rows, pairs.clone(), scales, out),
             4.. => tile::<4>(panel, q_scales, rows, pairs.clone(), scales, out),

@@ -6,7 +6,7 @@ use super::{
     Int8Matrix, Quantized, ROW_BLOCK, STRIP, copy_strip, for_strips, multiply_two, num_pieces, row_blocks, share,
 };
 use crate::Ctx;
-use crate::experts::{Part, Parts, Sorted, add_results, hidden_width};
+use crate::experts::{Part, Parts, Shapes, Sorted, add_results, routed_widths, widths};
 use crate::parallel::{Disjoint, run_in_order, run_tasks};
 use crate::scratch::Scratch;
 use crate::swiglu::swiglu_in_place;
@@ -23,8 +23,8 @@ pub struct Int8Expert<'a> {
 }
 
 impl Int8Expert<'_> {
-    fn check(&self, dim: usize) -> usize {
-        hidden_width([self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols())), dim)
+    fn shapes(&self) -> Shapes {
+        [self.w1, self.w3, self.w2].map(|w| (w.rows(), w.cols()))
     }
 }
 
@@ -39,12 +39,12 @@ impl Int8Expert<'_> {
 ///
 /// If the lengths disagree with the shapes above.
 pub fn shared_expert(ctx: Ctx, x: &[f32], w: &Int8Expert, limit: Option<f32>, out: &mut [f32]) {
-    let dim = w.w2.rows();
+    let (dim, inner) = widths(w.shapes());
     assert_eq!(x.len(), out.len(), "x and out must be [T, {dim}]");
     let rows = out.len().checked_div(dim).unwrap_or(0);
     let starts = [0, rows];
     let parts = Parts::new(std::slice::from_ref(w), &starts);
-    let (inner, row) = (w.check(dim), |t: usize| &x[t * dim..(t + 1) * dim]);
+    let row = |t: usize| &x[t * dim..(t + 1) * dim];
     run_parts(ctx, &parts, inner, dim, limit, row, |_| 1.0, out);
 }
 
@@ -76,16 +76,8 @@ pub fn routed_experts(
 ) {
     /// Rows (token and expert) computed together: bounds the scratch space while many experts keep all threads busy.
     const BATCH: usize = 1024;
-    assert_eq!(x.len(), acc.len(), "x and acc must be [T, D]");
-    assert!(ids.len() == weights.len(), "ids and weights must be [T, {top_k}]");
-    let Some(expert) = experts.first() else { return };
-    let dim = expert.w2.rows();
-    let tokens = acc.len().checked_div(dim).unwrap_or(0);
-    assert_eq!(acc.len(), tokens * dim, "acc must be [T, {dim}]");
-    assert_eq!(ids.len(), tokens * top_k, "ids must be [{tokens}, {top_k}]");
-    let inner = expert.check(dim);
-    experts.iter().for_each(|expert| assert_eq!(expert.check(dim), inner, "experts must have one shape"));
-
+    let shapes = experts.iter().map(|expert| expert.shapes());
+    let Some((dim, inner)) = routed_widths(shapes, x, ids, weights, top_k, acc) else { return };
     let routes = Sorted::by_expert(ids, first, experts.len());
     for batch in routes.batches(BATCH) {
         let entries = routes.entries(batch.clone());
