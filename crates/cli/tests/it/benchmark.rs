@@ -98,7 +98,7 @@ fn equal_arms_are_equal_and_a_slow_down_is_found_through_real_processes() {
     let scratch = Scratch::new();
     let model = scratch.arg("model");
     let lengths = ["--prompt-lengths", "1025", "--fit", "aligned", "--tile", "256", "--chunk", "128"];
-    let rounds = ["--generate", "2", "--threads", "1", "--max-rounds", "9", "--repeats", "3", "--min-sample-ms", "300"];
+    let rounds = ["--generate", "2", "--threads", "1", "--repeats", "3", "--min-sample-ms", "300"];
     let count = |self_test: &str, wanted: &str| {
         let args = ["bench", "--model", &model, "--self-test", self_test, "--json", "-"];
         let verdicts = (0..20).map(|_| troika(&[&args[..], &lengths, &rounds].concat()).ok().json()).map(|record| {
