@@ -312,10 +312,11 @@ impl<'a> UnderWay<'a> {
         let (mut samples, mut computing_s) = (Vec::new(), 0.0);
         loop {
             for (repeat, prompts) in self.prompts.cells[cell].iter().enumerate() {
+                let measured = self.repeat(server, prompts)?;
+                // A signal goes to the server as well, which may not live to say what it did.
                 if stop.load(Ordering::Relaxed) {
                     return Err(BenchError::Interrupted);
                 }
-                let measured = self.repeat(server, prompts)?;
                 self.witness(arm, cell, server, &measured.answers);
                 self.compare_with_first(arm, cell, repeat, &measured.answers[0]);
                 computing_s += measured.computing_s;

@@ -98,7 +98,7 @@ fn equal_arms_are_equal_and_a_slow_down_is_found_through_real_processes() {
     let scratch = Scratch::new();
     let model = scratch.arg("model");
     let lengths = ["--prompt-lengths", "1025", "--fit", "aligned", "--tile", "256", "--chunk", "128"];
-    let rounds = ["--generate", "2", "--threads", "1", "--max-rounds", "9", "--repeats", "3", "--min-sample-ms", "300"];
+    let rounds = ["--generate", "2", "--threads", "1", "--repeats", "3", "--min-sample-ms", "300"];
     let count = |self_test: &str, wanted: &str| {
         let args = ["bench", "--model", &model, "--self-test", self_test, "--json", "-"];
         let verdicts = (0..20).map(|_| troika(&[&args[..], &lengths, &rounds].concat()).ok().json()).map(|record| {
@@ -240,7 +240,11 @@ fn predictions_for_this_machine_stand_beside_its_times() {
     assert!((errors[8] - number(&record, "worst_error")).abs() < 1e-9, "{record}");
     let seen: Value =
         serde_json::from_slice(&std::fs::read(scratch.path("profiles/model.json")).expect("written")).expect("JSON");
-    assert_eq!((&seen["model"], &seen["tile"]), (&"model".into(), &64.into()));
+    assert_eq!((&seen["observed"]["model"], &seen["observed"]["tile"]), (&"model".into(), &64.into()));
+    // The same numbers come of the file alone.
+    let again = ["bench", "cross-check", "--model", &model, "--from", &profiles, "--json", "-"];
+    assert_eq!(troika(&again).ok().json(), record);
+    let seen = &seen["observed"];
     // Three layers, two and a half tiles with engines off, and shared experts on the engine alone.
     let shared: Vec<&Value> =
         seen["nodes"].as_array().expect("nodes").iter().filter(|node| node["op"] == "swiglu").collect();
@@ -256,6 +260,16 @@ fn predictions_for_this_machine_stand_beside_its_times() {
         let parts = |name: &str| node[name].as_array().map(Vec::len);
         assert_eq!((parts("engine_parts"), parts("primary_parts")), (Some(1), Some(0)), "{node}");
     }
+}
+
+/// What was observed of nano on a quiet machine with two cores, and how near predictions from it come to what was measured there.
+#[test]
+fn recorded_predictions_are_near_what_was_measured() {
+    let recorded = concat!(env!("CARGO_MANIFEST_DIR"), "/../../profiles/epyc-2vcpu");
+    let record = troika(&["bench", "cross-check", "--from", recorded, "--json", "-"]).ok().json();
+    assert_eq!(record["rows"].as_array().map(Vec::len), Some(9), "{record}");
+    let error = |name: &str| record[name].as_f64().expect("a number");
+    assert!(error("median_error") <= 0.05 && error("worst_error") <= 0.12, "{record}");
 }
 
 /// On one device, nodes run one after the other.

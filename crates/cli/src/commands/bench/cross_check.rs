@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use troika_base::NumericClass;
 use troika_engine::{Chunk, Priority, Runner, RunnerOptions, Span, WantLogits};
 use troika_graph::{Acceptance, StepGraph};
@@ -43,9 +43,12 @@ pub(crate) struct Args {
     /// How often everything is measured; medians count.
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
     rounds: u16,
-    /// Also write what was observed of each model, the profile of this machine, as DIR/MODEL.json.
+    /// Also write what was observed and measured of each model, the profile of this machine, as DIR/MODEL.json.
     #[arg(long, value_name = "DIR")]
     profiles: Option<PathBuf>,
+    /// Measure nothing: predict anew from what an earlier run with --profiles wrote there, on whatever machine.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["profiles", "tile", "tiles", "rounds", "threads"])]
+    from: Option<PathBuf>,
     /// Write the comparison as JSON to FILE, or to standard output with `-`.
     #[arg(long, value_name = "FILE|-")]
     json: Option<PathBuf>,
@@ -115,7 +118,7 @@ const PLACEMENTS: [Placements; 3] = [
 struct Row {
     model: String,
     tokens: usize,
-    engines: &'static str,
+    engines: String,
     wavefront: usize,
     measured_ms: f64,
     predicted_ms: Predicted<f64>,
@@ -128,10 +131,27 @@ impl Row {
     }
 }
 
+/// What a run leaves behind of a model (`docs/formats/observed.md`).
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Session {
+    observed: Observed,
+    measured: Vec<MeasuredRun>,
+}
+
+/// How long a prompt took.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct MeasuredRun {
+    engines: String,
+    tokens: usize,
+    wavefront: usize,
+    ms: f64,
+}
+
 #[derive(Debug, Serialize)]
 struct CrossCheck {
     kind: &'static str,
-    tile: usize,
     rows: Vec<Row>,
     median_error: f64,
     worst_error: f64,
@@ -145,38 +165,46 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let mut model_args = ModelArgs::of(dir, NumericClass::Fast);
         model_args.threads = args.threads;
         let model = model_args.open()?;
-        let mut tell = |what: &str| {
-            steps.show(done, args.model.len(), &format!("{}: {what}", model.name));
-        };
+        let mut tell = |what: &str| steps.show(done, args.model.len(), &format!("{}: {what}", model.name));
         let options = model_args.runner_options(NumericClass::Fast);
-        let mut subject = Subject { args, model: &model, options, observer: Observer::default(), yardstick: None };
-        let measured = PLACEMENTS.iter().map(|placements| subject.measure(placements, &mut tell));
-        let measured: Vec<Measured> = measured.collect::<Result<_>>()?;
-        let observed = Arc::new(subject.observed(&measured)?);
+        let file = |dir: &Path| dir.join(format!("{}.json", model.name));
+        let (session, plans) = match &args.from {
+            None => {
+                let observer = Observer::default();
+                let mut subject = Subject { args, model: &model, options, observer, yardstick: None };
+                let measured = PLACEMENTS.iter().map(|placements| subject.measure(placements, &mut tell));
+                let measured: Vec<Measured> = measured.collect::<Result<_>>()?;
+                (subject.session(&measured)?, measured.into_iter().map(|measured| measured.plan).collect())
+            }
+            Some(dir) => {
+                let path = file(dir);
+                let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+                let session: Session = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+                let tile = session.observed.tile;
+                let plan = |placements: &Placements| {
+                    tell(&format!("{}, loading", placements.name));
+                    Ok(load(&model, options, &args.npu, tile, placements)?.executor().plan().clone())
+                };
+                let plans = PLACEMENTS.iter().map(plan).collect::<Result<Vec<Plan>>>()?;
+                (session, plans)
+            }
+        };
         if let Some(dir) = &args.profiles {
             std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
-            report::write_json(&dir.join(format!("{}.json", model.name)), &*observed)?;
+            report::write_json(&file(dir), &session)?;
         }
-        for (placements, measured) in PLACEMENTS.iter().zip(&measured) {
-            for ((wavefront, with_half), measured_ms) in placements.runs.iter().zip(&measured.runs) {
-                let tokens = subject.tokens(*with_half);
-                let predicted_ms = subject.replay(&measured.plan, tokens, *wavefront).predict(&observed)?;
-                rows.push(Row {
-                    model: model.name.clone(),
-                    tokens,
-                    engines: placements.name,
-                    wavefront: *wavefront,
-                    measured_ms: *measured_ms,
-                    predicted_ms,
-                });
-            }
+        let observed = Arc::new(session.observed);
+        for MeasuredRun { engines, tokens, wavefront, ms } in session.measured {
+            let place = PLACEMENTS.iter().position(|placements| placements.name == engines);
+            let plan = &plans[place.with_context(|| format!("{}: nobody places engines so: {engines}", model.name))?];
+            let predicted_ms = replay(&model, plan, tokens, wavefront).predict(&observed)?;
+            rows.push(Row { model: model.name.clone(), tokens, engines, wavefront, measured_ms: ms, predicted_ms });
         }
     }
     steps.end();
     let errors: Vec<f64> = rows.iter().map(|row| row.error().abs()).collect();
     let check = CrossCheck {
         kind: "cross-check of predictions with measurements",
-        tile: args.tile as usize,
         median_error: report::median(&errors).expect("there is a model at least"),
         worst_error: errors.iter().copied().fold(0.0, f64::max),
         rows,
@@ -311,11 +339,8 @@ impl Subject<'_> {
     }
 
     fn measure(&mut self, placements: &Placements, tell: &mut dyn FnMut(&str)) -> Result<Measured> {
-        let place = placements.place.iter().map(|(kind, place)| ((*kind).to_owned(), (*place).to_owned())).collect();
-        let hybrid = HybridArgs::of(&self.args.npu, self.tile(), 0, &place).context("--npu")?;
         tell(&format!("{}, loading", placements.name));
-        let (mut runner, _) = self.model.hybrid_runner(self.options, &hybrid, Some(1), u64::MAX)?;
-        ensure!(!runner.executor().plan().is_primary(), "{}: nothing is placed: {}", placements.name, runner.feature());
+        let mut runner = load(self.model, self.options, &self.args.npu, self.tile(), placements)?;
         let plan = runner.executor().plan().clone();
         let (tile, longest) = (self.tile(), self.tokens(true));
         compute(&mut runner, tile, longest, Some(1))?;
@@ -378,20 +403,36 @@ impl Subject<'_> {
         (0..times).map(|_| once()).sum()
     }
 
-    fn replay<'b>(&'b self, plan: &'b Plan, tokens: usize, wavefront: usize) -> Replay<'b> {
-        Replay { config: &self.model.config.model, facts: self.model.facts(), plan, tokens, wavefront }
-    }
-
-    /// Everything that was observed.
-    fn observed(&self, measured: &[Measured]) -> Result<Observed> {
+    /// Everything that was observed and measured.
+    fn session(&self, measured: &[Measured]) -> Result<Session> {
         let (mut alone, mut beside, mut took) = (Vec::new(), Vec::new(), [0.0; 2]);
-        for Measured { plan, observed_ms, .. } in measured {
-            let Some([alone_ms, beside_ms]) = observed_ms else { continue };
-            alone.push(self.replay(plan, self.tokens(true), 1));
-            beside.push(self.replay(plan, 2 * self.tile(), 2));
+        let mut runs = Vec::new();
+        for (Placements { name, runs: asked, .. }, one) in PLACEMENTS.iter().zip(measured) {
+            runs.extend(asked.iter().zip(&one.runs).map(|((wavefront, with_half), ms)| MeasuredRun {
+                engines: (*name).to_owned(),
+                tokens: self.tokens(*with_half),
+                wavefront: *wavefront,
+                ms: *ms,
+            }));
+            let Some([alone_ms, beside_ms]) = one.observed_ms else { continue };
+            alone.push(replay(self.model, &one.plan, self.tokens(true), 1));
+            beside.push(replay(self.model, &one.plan, 2 * self.tile(), 2));
             took = [took[0] + alone_ms, took[1] + beside_ms];
         }
         let observed = self.observer.observed(&self.model.name, self.tile());
-        Ok(observed.fitted((&alone, took[0]), (&beside, took[1]))?)
+        Ok(Session { observed: observed.fitted((&alone, took[0]), (&beside, took[1]))?, measured: runs })
     }
+}
+
+fn replay<'a>(model: &'a OpenModel, plan: &'a Plan, tokens: usize, wavefront: usize) -> Replay<'a> {
+    Replay { config: &model.config.model, facts: model.facts(), plan, tokens, wavefront }
+}
+
+/// The model on this machine's devices, with engines placed so.
+fn load(model: &OpenModel, options: RunnerOptions, npu: &str, tile: usize, placements: &Placements) -> Result<Runner> {
+    let place = placements.place.iter().map(|(kind, place)| ((*kind).to_owned(), (*place).to_owned())).collect();
+    let hybrid = HybridArgs::of(npu, tile, 0, &place).context("--npu")?;
+    let (runner, _) = model.hybrid_runner(options, &hybrid, Some(1), u64::MAX)?;
+    ensure!(!runner.executor().plan().is_primary(), "{}: nothing is placed: {}", placements.name, runner.feature());
+    Ok(runner)
 }
