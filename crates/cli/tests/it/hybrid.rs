@@ -235,8 +235,9 @@ fn a_simulated_engine_is_never_measured() {
     assert_eq!(engagement["state"], "simulated", "{engagement}");
 }
 
+/// Each fault has the consequence that it should have; wrong numbers that begin after the warm-up fail the gate.
 #[test]
-fn a_simulated_engine_fails_on_demand() {
+fn acceptance_18_a_simulated_engine_fails_on_demand() {
     let hybrid = |engine: &str| {
         troika(&[&BENCH[..], &simulated(engine, &["--chunk", "64", "--json", "-"])].concat()).ok().json()["hybrid"]
             .clone()
