@@ -439,6 +439,7 @@ impl HybridArgs {
             tile: self.tile as usize,
             tail_threshold: self.tail.unwrap_or(0) as usize,
             placements,
+            shapes: BTreeMap::new(),
             memory_bytes: u64::MAX,
             stack_inputs: self.stack_inputs,
         };
@@ -476,15 +477,16 @@ impl HybridArgs {
             return Ok(None);
         }
         let choice = choose(&measure(self.plan_dir.as_deref(), self.calibrate)?, &wish.said);
-        for (kind, refused) in choice.kinds.iter().filter_map(|(kind, choice)| Some((kind, choice.refused.as_ref()?))) {
-            tracing::warn!(kind = kind.name(), reason = refused, "the engine's numbers are wrong; the CPU does it");
-            wish.options.placements.remove(kind);
+        let refused = choice.operations.iter().filter_map(|(key, choice)| Some((*key, choice.refused.as_ref()?)));
+        for ((kind, [out, cols]), reason) in refused {
+            let kind_name = kind.name();
+            tracing::warn!(kind = kind_name, out, cols, reason, "the engine's numbers are wrong; the CPU does it");
+            wish.options.shapes.insert((kind, [out, cols]), Placement::Primary);
         }
-        let placements = choice.placements();
-        if placements.is_empty() {
-            tracing::warn!("no projection is faster with the engines; they get what they have by default");
+        if choice.places_any() {
+            (wish.options.placements, wish.options.shapes) = (BTreeMap::new(), choice.placements());
         } else {
-            wish.options.placements = placements;
+            tracing::warn!("no projection is faster with the engines; they get what they have by default");
         }
         if self.tail.is_none() {
             wish.options.tail_threshold = choice.tail_threshold;
@@ -496,7 +498,7 @@ impl HybridArgs {
     pub(crate) fn decline(&self, choice: &Choice, threads: usize) -> Option<String> {
         (self.hybrid == Hybrid::Auto && !choice.pays()).then(|| {
             let (hybrid, alone) = (choice.hybrid_ms, choice.alone_ms);
-            if choice.placements().is_empty() {
+            if !choice.places_any() {
                 return format!("auto: no projection is predicted to be worth it, a tile takes {alone:.1} ms; --hybrid on insists");
             }
             let threads = if threads == 1 { "its thread".to_owned() } else { format!("all {threads} threads") };

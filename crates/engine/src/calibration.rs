@@ -112,7 +112,7 @@ fn run_model(
     let emitter = Emitter::new(config.clone(), facts.clone()).stacking_inputs(table.stack_inputs);
     let graph = Arc::new(tile_graph(&emitter, class, table.tile));
     let choice = choose(table, &graph, &BTreeMap::new(), None);
-    let placements = choice.placements();
+    let shapes = choice.placements();
     let is_run = |key: &WeightKey| match key.scope {
         Scope::Layer(layer) => usize::from(layer) < config.num_hidden_layers,
         Scope::Model => key.role == Role::Embed,
@@ -120,7 +120,14 @@ fn run_model(
     };
     let keys = weights.keys().into_iter().filter(is_run).collect();
     let (tile, stack_inputs) = (table.tile, table.stack_inputs);
-    let options = HybridOptions { tile, tail_threshold: 0, placements, memory_bytes: u64::MAX, stack_inputs };
+    let options = HybridOptions {
+        tile,
+        tail_threshold: 0,
+        placements: BTreeMap::new(),
+        shapes,
+        memory_bytes: u64::MAX,
+        stack_inputs,
+    };
     let engines = Engines { backend: Arc::clone(calibration.backend), options, progress: &mut |_, _, _| () };
     let runner_options = RunnerOptions { cpu: calibration.cpu, ..RunnerOptions::new(class) };
     let source = Only { source: weights, keys };

@@ -27,6 +27,6 @@ pub use sampler::{SampleError, sample};
 pub use troika_runtime::cost::OperationCost;
 pub use troika_runtime::prepare::{Record, Stage, foresee as foresee_engines};
 pub use troika_runtime::{
-    CalibrationError, Choice, CostTable, DeviceId, EngineBytes, FeatureState, HybridOptions, KindChoice, Ledger,
-    Operations, Placement, Priority, Span,
+    CalibrationError, Choice, CostTable, DeviceId, EngineBytes, FeatureState, HybridOptions, Ledger, OperationChoice,
+    OperationKey, Operations, Placement, Priority, Span,
 };

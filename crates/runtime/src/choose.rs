@@ -1,4 +1,4 @@
-//! Who does what of each kind of projection, and how many chunks are in flight, chosen from the [`CostTable`] (section 9 of the
+//! Who does what of each operation (a kind of projection of one shape, in all layers that have it), and how many chunks are in flight, chosen from the [`CostTable`] (section 9 of the
 //! hybrid spec): candidates are played through by [`crate::estimate`], and the one that makes prompts shortest is taken.
 //! The same table always gives the same choice.
 
@@ -11,7 +11,7 @@ use troika_graph::{Kind, Node, StepGraph};
 
 use crate::cost::{CostTable, OperationCost, line};
 use crate::estimate::{Estimate, NodeCost, estimate};
-use crate::prepare::Placement;
+use crate::prepare::{OperationKey, Placement};
 
 /// An operation is split only if that takes at most this part of its time on the primary device.
 const NET_BENEFIT: f64 = 0.97;
@@ -25,9 +25,11 @@ const MAX_DEPTH: usize = 3;
 /// Times that every kind is looked at again, now that the others have changed.
 const MAX_PASSES: usize = 4;
 
-/// What was chosen for a kind, and why: milliseconds for one tile of all its layers.
+/// What was chosen for an operation, and why: milliseconds for one tile of all its layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct KindChoice {
+pub struct OperationChoice {
+    /// Layers that have it.
+    pub layers: usize,
     /// As chosen, or what the user said.
     #[serde(skip)]
     pub placement: Placement,
@@ -46,9 +48,9 @@ pub struct KindChoice {
 /// Everything that was chosen.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Choice {
-    /// By kind.
+    /// Layers of different shapes may be placed differently.
     #[serde(skip)]
-    pub kinds: BTreeMap<Kind, KindChoice>,
+    pub operations: BTreeMap<OperationKey, OperationChoice>,
     /// Chunks in flight.
     pub wavefront: usize,
     /// Least rows that are worth a padded tile, 0 if none are.
@@ -71,19 +73,23 @@ pub struct Choice {
 impl Choice {
     /// True if engines make prompts shorter.
     pub fn pays(&self) -> bool {
-        !self.placements().is_empty() && self.hybrid_ms < WORTH_IT * self.alone_ms
+        self.places_any() && self.hybrid_ms < WORTH_IT * self.alone_ms
     }
 
-    /// Placements of all kinds that go to engines.
-    pub fn placements(&self) -> BTreeMap<Kind, Placement> {
-        let placed = self.kinds.iter().filter(|(_, choice)| choice.placement != Placement::Primary);
-        placed.map(|(kind, choice)| (*kind, choice.placement)).collect()
+    /// True if engines get anything.
+    pub fn places_any(&self) -> bool {
+        self.operations.values().any(|choice| choice.placement != Placement::Primary)
+    }
+
+    /// Placements of all operations.
+    pub fn placements(&self) -> BTreeMap<OperationKey, Placement> {
+        self.operations.iter().map(|(key, choice)| (*key, choice.placement)).collect()
     }
 
     /// What engines take for the projection `node` as chosen, nobody beside them; none if they have no part in it.
     pub(crate) fn engine_ms(&self, table: &CostTable, node: &Node) -> Option<f64> {
         let cost = &table.operations[table.operation(node)?];
-        match self.kinds.get(&node.kind)?.placement {
+        match self.operations.get(&(node.kind, cost.shape))?.placement {
             Placement::Primary => None,
             Placement::Whole => cost.whole_ms,
             Placement::Split(fraction) => parts(cost, fraction)?.engine_ms,
@@ -91,7 +97,7 @@ impl Choice {
     }
 }
 
-/// Chooses for every kind that was measured. `graph` is a tile of the model; `said` are placements that the user insists on,
+/// Chooses for every operation that was measured. `graph` is a tile of the model; `said` are placements that the user insists on,
 /// and `wavefront` the chunks in flight.
 pub fn choose(
     table: &CostTable,
@@ -102,18 +108,18 @@ pub fn choose(
     let search = Search::new(table, graph, said);
     let depths = wavefront.map_or(1..=MAX_DEPTH, |depth| depth..=depth);
     let (depth, picks, best) = search.best(depths);
-    let kinds = search.kinds.iter().zip(&picks).map(|(kind, pick)| {
-        let Way { placement, alone_ms, .. } = kind.options[*pick];
-        (kind.kind, KindChoice { placement, expected_ms: alone_ms, ..kind.choice.clone() })
+    let operations = search.operations.iter().zip(&picks).map(|(ways, pick)| {
+        let Way { placement, alone_ms, .. } = ways.options[*pick];
+        (ways.key, OperationChoice { placement, expected_ms: alone_ms, ..ways.choice.clone() })
     });
-    let kinds: BTreeMap<Kind, KindChoice> = kinds.collect();
+    let operations: BTreeMap<OperationKey, OperationChoice> = operations.collect();
     let primary_ms: f64 = search.node_ms.iter().sum();
     // The rows that take the primary device as long as a tile takes both (spec 4.4).
     let threshold = (table.tile as f64 * best.tile_ms / primary_ms).floor() + 1.0;
-    let is_hybrid = kinds.values().any(|choice| choice.placement != Placement::Primary);
+    let is_hybrid = operations.values().any(|choice| choice.placement != Placement::Primary);
     let is_padded = is_hybrid && threshold < table.tile as f64;
     Choice {
-        kinds,
+        operations,
         wavefront: depth,
         tail_threshold: if is_padded { threshold.max(2.0) as usize } else { 0 },
         hybrid_ms: best.tile_ms,
@@ -125,57 +131,55 @@ pub fn choose(
     }
 }
 
-/// One way to do a kind: of each of its operations, what both devices take.
+/// One way to do an operation.
 struct Way {
     placement: Placement,
-    /// By operation of the table: on the primary device, on the engines.
-    costs: BTreeMap<usize, NodeCost>,
+    /// Of one layer.
+    cost: NodeCost,
     /// All layers, nothing beside them.
     alone_ms: f64,
 }
 
-struct KindWays {
-    kind: Kind,
+struct Ways {
+    key: OperationKey,
     /// The first is the primary device, unless the user said otherwise: then there is one.
     options: Vec<Way>,
-    choice: KindChoice,
+    choice: OperationChoice,
 }
 
 struct Search<'a> {
     table: &'a CostTable,
     graph: &'a Arc<StepGraph>,
-    kinds: Vec<KindWays>,
+    operations: Vec<Ways>,
     /// On the primary device.
     node_ms: Vec<f64>,
-    /// Per node: index into `kinds`, index of the operation.
-    projections: Vec<Option<(usize, usize)>>,
+    /// Per node: index into `operations`.
+    projections: Vec<Option<usize>>,
 }
 
 impl<'a> Search<'a> {
     fn new(table: &'a CostTable, graph: &'a Arc<StepGraph>, said: &BTreeMap<Kind, Placement>) -> Self {
-        let mut by_kind: BTreeMap<Kind, Vec<usize>> = BTreeMap::new();
-        for (index, cost) in table.operations.iter().enumerate() {
+        let sync_ms = table.running.as_ref().map_or(0.0, |running| running.sync_ms);
+        let mut operations: Vec<Ways> = Vec::new();
+        for cost in &table.operations {
             if let Some(kind) = Kind::projections().into_iter().find(|kind| kind.name() == cost.kind) {
-                by_kind.entry(kind).or_default().push(index);
+                operations.push(Ways::new(cost, kind, sync_ms, said.get(&kind).copied()));
             }
         }
-        let kinds: Vec<KindWays> = by_kind
-            .into_iter()
-            .map(|(kind, operations)| KindWays::new(table, kind, &operations, said.get(&kind).copied()))
-            .collect();
-        let projection = |node| {
-            let operation = table.operation(node)?;
-            Some((kinds.iter().position(|kind| kind.kind == node.kind)?, operation))
+        operations.sort_by_key(|ways| ways.key);
+        let projection = |node: &Node| {
+            let key = (node.kind, table.operations[table.operation(node)?].shape);
+            operations.iter().position(|ways| ways.key == key)
         };
         let projections = graph.nodes().iter().map(projection).collect();
-        Self { table, graph, node_ms: table.node_ms(graph), kinds, projections }
+        Self { table, graph, node_ms: table.node_ms(graph), operations, projections }
     }
 
-    /// What a tile takes if kind `i` is done in way `picks[i]`.
+    /// What a tile takes if operation `i` is done in way `picks[i]`.
     fn estimate(&self, picks: &[usize], depth: usize) -> Estimate {
-        let shared = |pick: &Option<(usize, usize)>| -> Option<&NodeCost> {
-            let (kind, operation) = (*pick)?;
-            let cost = &self.kinds[kind].options[picks[kind]].costs[&operation];
+        let shared = |projection: &Option<usize>| -> Option<NodeCost> {
+            let index = (*projection)?;
+            let cost = self.operations[index].options[picks[index]].cost;
             cost.engine_ms.is_some().then_some(cost)
         };
         let is_hybrid = self.projections.iter().any(|node| shared(node).is_some());
@@ -203,7 +207,7 @@ impl<'a> Search<'a> {
             .expect("there is a depth")
     }
 
-    /// From the best of some starting points, kind by kind to what is better with the others as they are.
+    /// From the best of some starting points, operation by operation to what is better with the others as they are.
     fn best_at(&self, depth: usize) -> (Vec<usize>, Estimate) {
         let mut best: Option<(Vec<usize>, Estimate)> = None;
         for picks in self.starts() {
@@ -215,10 +219,10 @@ impl<'a> Search<'a> {
         let (mut picks, mut estimate) = best.expect("one start at least");
         for _ in 0..MAX_PASSES {
             let before = estimate.tile_ms;
-            for kind in 0..self.kinds.len() {
-                for way in 0..self.kinds[kind].options.len() {
+            for operation in 0..self.operations.len() {
+                for way in 0..self.operations[operation].options.len() {
                     let mut other = picks.clone();
-                    other[kind] = way;
+                    other[operation] = way;
                     let tried = self.estimate(&other, depth);
                     if tried.tile_ms < estimate.tile_ms {
                         (picks, estimate) = (other, tried);
@@ -233,23 +237,23 @@ impl<'a> Search<'a> {
         (picks, estimate)
     }
 
-    /// Nothing on engines; each kind in its fastest way; whole kinds, one more at a time, the most worthwhile first.
+    /// Nothing on engines; each operation in its fastest way; whole ones, one more at a time, the most worthwhile first.
     fn starts(&self) -> Vec<Vec<usize>> {
-        let fastest = |kind: &KindWays| {
-            let ms = |way: &usize| kind.options[*way].alone_ms;
-            (0..kind.options.len()).min_by(|a, b| ms(a).total_cmp(&ms(b))).expect("one way at least")
+        let fastest = |ways: &Ways| {
+            let ms = |way: &usize| ways.options[*way].alone_ms;
+            (0..ways.options.len()).min_by(|a, b| ms(a).total_cmp(&ms(b))).expect("one way at least")
         };
-        let mut starts = vec![vec![0; self.kinds.len()], self.kinds.iter().map(fastest).collect()];
+        let mut starts = vec![vec![0; self.operations.len()], self.operations.iter().map(fastest).collect()];
         let mut wholes: Vec<(f64, usize, usize)> = Vec::new();
-        for (index, kind) in self.kinds.iter().enumerate() {
-            if let Some(way) = kind.options.iter().position(|way| way.placement == Placement::Whole) {
-                wholes.push((kind.choice.primary_ms / kind.options[way].alone_ms, index, way));
+        for (index, ways) in self.operations.iter().enumerate() {
+            if let Some(way) = ways.options.iter().position(|way| way.placement == Placement::Whole) {
+                wholes.push((ways.choice.primary_ms / ways.options[way].alone_ms, index, way));
             }
         }
         wholes.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
-        let mut picks = vec![0; self.kinds.len()];
-        for (_, kind, way) in wholes {
-            picks[kind] = way;
+        let mut picks = vec![0; self.operations.len()];
+        for (_, operation, way) in wholes {
+            picks[operation] = way;
             starts.push(picks.clone());
         }
         starts
@@ -257,12 +261,12 @@ impl<'a> Search<'a> {
 
     /// The busier device under the best assignment, any part of any operation on either.
     fn ideal_ms(&self) -> f64 {
-        let whole = |kind: &KindWays| {
-            let way = kind.options.iter().find(|way| way.costs.values().all(|cost| cost.engine_ms.is_some()))?;
-            let whole_ms = kind.choice.whole_ms.unwrap_or(way.alone_ms);
-            Some((kind.choice.primary_ms, whole_ms))
+        let whole = |ways: &Ways| {
+            let way = ways.options.iter().find(|way| way.cost.engine_ms.is_some())?;
+            let whole_ms = ways.choice.whole_ms.unwrap_or(way.alone_ms);
+            Some((ways.choice.primary_ms, whole_ms))
         };
-        let mut movable: Vec<(f64, f64)> = self.kinds.iter().filter_map(whole).collect();
+        let mut movable: Vec<(f64, f64)> = self.operations.iter().filter_map(whole).collect();
         movable.sort_by(|a, b| (b.0 / b.1).total_cmp(&(a.0 / a.1)));
         let (mut primary, mut engine) = (self.node_ms.iter().sum::<f64>(), 0.0);
         for (of_primary, of_engine) in movable {
@@ -274,51 +278,42 @@ impl<'a> Search<'a> {
     }
 }
 
-impl KindWays {
-    fn new(table: &CostTable, kind: Kind, operations: &[usize], said: Option<Placement>) -> Self {
-        let cost = |index: &usize| &table.operations[*index];
-        let total = |of: &dyn Fn(&OperationCost) -> Option<f64>| -> Option<f64> {
-            operations.iter().map(cost).map(|cost| of(cost).map(|ms| ms * cost.layers as f64)).sum()
-        };
-        let sync_ms = table.running.as_ref().map_or(0.0, |running| running.sync_ms);
-        let primary_ms = total(&|cost| Some(cost.primary_ms)).expect("every operation has one");
-        let whole_ms = total(&|cost| cost.whole_ms);
-        let split_ms = total(&|cost| cost.region.map(|region| region.ms + sync_ms));
-        let layers: usize = operations.iter().map(|index| cost(index).layers).sum();
-        let fraction = total(&|cost| cost.region.map(|region| region.fraction)).map(|sum| sum / layers as f64);
+impl Ways {
+    fn new(cost: &OperationCost, kind: Kind, sync_ms: f64, said: Option<Placement>) -> Self {
+        let layers = cost.layers as f64;
         // Wrong is worse than slow.
-        let refused = operations.iter().find_map(|index| cost(index).error?.refusal());
-        let way = |placement: Placement, of: &dyn Fn(&OperationCost) -> Option<NodeCost>| -> Option<Way> {
-            let costs: BTreeMap<usize, NodeCost> =
-                operations.iter().map(|index| Some((*index, of(cost(index))?))).collect::<Option<_>>()?;
-            let alone = |(index, node): (&usize, &NodeCost)| {
-                node.engine_ms.unwrap_or(0.0).max(node.primary_ms) * cost(index).layers as f64
-            };
-            Some(Way { placement, alone_ms: costs.iter().map(alone).sum(), costs })
+        let refused = cost.error.and_then(|error| error.refusal());
+        let way = |placement, cost: NodeCost| {
+            let alone_ms = cost.engine_ms.unwrap_or(0.0).max(cost.primary_ms) * layers;
+            Way { placement, cost, alone_ms }
         };
-        let primary = way(Placement::Primary, &|cost| Some(NodeCost { primary_ms: cost.primary_ms, engine_ms: None }));
-        let primary = primary.expect("every operation has one");
-        let whole =
-            || way(Placement::Whole, &|cost| Some(NodeCost { primary_ms: 0.0, engine_ms: Some(cost.whole_ms?) }));
-        let split = |fraction: f64| way(Placement::Split(fraction), &|cost| parts(cost, fraction));
+        let primary = || way(Placement::Primary, NodeCost { primary_ms: cost.primary_ms, engine_ms: None });
+        let whole_cost = |engine_ms| NodeCost { primary_ms: 0.0, engine_ms: Some(engine_ms) };
+        let whole = || cost.whole_ms.map(|ms| way(Placement::Whole, whole_cost(ms)));
+        let split = |fraction| parts(cost, fraction).map(|cost| way(Placement::Split(fraction), cost));
+        let split_ms = cost.region.map(|region| (region.ms + sync_ms) * layers);
         let options = match (&refused, said) {
-            (Some(_), _) | (None, Some(Placement::Primary)) => vec![primary],
-            (None, Some(Placement::Whole)) => vec![whole().unwrap_or(primary)],
-            (None, Some(Placement::Split(fraction))) => vec![split(fraction).unwrap_or(primary)],
+            (Some(_), _) | (None, Some(Placement::Primary)) => vec![primary()],
+            (None, Some(Placement::Whole)) => vec![whole().unwrap_or_else(primary)],
+            (None, Some(Placement::Split(fraction))) => vec![split(fraction).unwrap_or_else(primary)],
             (None, None) => {
-                let balanced = fraction.filter(|_| split_ms.is_some_and(|ms| ms <= NET_BENEFIT * primary_ms));
-                [Some(primary), whole(), balanced.and_then(split)].into_iter().flatten().collect()
+                let pays = |ms| ms <= NET_BENEFIT * cost.primary_ms * layers;
+                let balanced =
+                    cost.region.filter(|_| split_ms.is_some_and(pays)).and_then(|region| split(region.fraction));
+                [Some(primary()), whole(), balanced].into_iter().flatten().collect()
             }
         };
-        let choice = KindChoice {
+        let primary_ms = cost.primary_ms * layers;
+        let choice = OperationChoice {
+            layers: cost.layers,
             placement: Placement::Primary,
             primary_ms,
-            whole_ms,
+            whole_ms: cost.whole_ms.map(|ms| ms * layers),
             split_ms,
             expected_ms: primary_ms,
             refused,
         };
-        Self { kind, options, choice }
+        Self { key: (kind, cost.shape), options, choice }
     }
 }
 
@@ -339,6 +334,9 @@ mod tests {
 
     use super::*;
     use crate::cost::{Error, NodeTime, Point, Running};
+
+    const WQ_B: OperationKey = (Kind::WqB, [8, 8]);
+    const SHARED: OperationKey = (Kind::SharedExpert, [24, 8]);
 
     /// Two layers: projection, attention, then routed experts beside a shared one.
     fn graph() -> Arc<StepGraph> {
@@ -429,8 +427,7 @@ mod tests {
     #[test]
     fn one_chunk_at_a_time_gains_by_splits_and_by_what_runs_beside() {
         let choice = choose(&table(0.0), &graph(), &BTreeMap::new(), Some(1));
-        let want = BTreeMap::from([(Kind::WqB, Placement::Split(0.5)), (Kind::SharedExpert, Placement::Whole)]);
-        assert_eq!(choice.placements(), want);
+        assert_eq!(choice.placements(), BTreeMap::from([(WQ_B, Placement::Split(0.5)), (SHARED, Placement::Whole)]));
         assert_eq!(choice.alone_ms, 2.0 * (10.0 + 5.0 + 10.0 + 15.0));
         // 5 ms each half of the projection, 5 ms attention, 16 ms the shared expert beside 15 ms of routed ones.
         assert_near(choice.hybrid_ms, 2.0 * (5.0 + 5.0 + 16.0));
@@ -455,10 +452,10 @@ mod tests {
     #[test]
     fn synchronization_makes_splits_a_loss() {
         let choice = choose(&table(4.0), &graph(), &BTreeMap::new(), Some(1));
-        assert!(!matches!(choice.kinds[&Kind::WqB].placement, Placement::Split(_)), "{choice:?}");
-        assert_eq!(choice.kinds[&Kind::WqB].split_ms, Some(2.0 * 10.0));
+        assert!(!matches!(choice.operations[&WQ_B].placement, Placement::Split(_)), "{choice:?}");
+        assert_eq!(choice.operations[&WQ_B].split_ms, Some(2.0 * 10.0));
         let choice = choose(&table(1000.0), &graph(), &BTreeMap::new(), None);
-        assert_eq!((choice.placements().len(), choice.pays(), choice.tail_threshold), (0, false, 0));
+        assert_eq!((choice.places_any(), choice.pays(), choice.tail_threshold), (false, false, 0));
     }
 
     #[test]
@@ -476,8 +473,9 @@ mod tests {
     fn what_the_user_says_is_done_and_predicted() {
         let said = BTreeMap::from([(Kind::WqB, Placement::Split(0.75)), (Kind::SharedExpert, Placement::Primary)]);
         let choice = choose(&table(0.0), &graph(), &said, Some(1));
-        assert_eq!(choice.placements(), BTreeMap::from([(Kind::WqB, Placement::Split(0.75))]));
-        assert_eq!(choice.kinds[&Kind::WqB].expected_ms, 14.0, "1 ms and 8 ms for everything, twice");
+        let want = [(WQ_B, Placement::Split(0.75)), (SHARED, Placement::Primary)];
+        assert_eq!(choice.placements(), BTreeMap::from(want));
+        assert_eq!(choice.operations[&WQ_B].expected_ms, 14.0, "1 ms and 8 ms for everything, twice");
     }
 
     #[test]
@@ -486,8 +484,40 @@ mod tests {
         table.operations[0].error = Some(Error { relative: 0.03, cosine: 0.9995 });
         for said in [BTreeMap::new(), BTreeMap::from([(Kind::WqB, Placement::Whole)])] {
             let choice = choose(&table, &graph(), &said, Some(1));
-            assert_eq!(choice.placements(), BTreeMap::from([(Kind::SharedExpert, Placement::Whole)]));
-            assert!(choice.kinds[&Kind::WqB].refused.as_ref().is_some_and(|reason| reason.contains("3.00 %")));
+            let want = [(WQ_B, Placement::Primary), (SHARED, Placement::Whole)];
+            assert_eq!(choice.placements(), BTreeMap::from(want));
+            assert!(choice.operations[&WQ_B].refused.as_ref().is_some_and(|reason| reason.contains("3.00 %")));
         }
+    }
+    /// Layers of one kind and two shapes: where the engine is slow, the primary device keeps its layers.
+    #[test]
+    fn layers_of_other_shapes_are_placed_by_their_own_costs() {
+        let graph = {
+            let graph = graph();
+            let mut builder = GraphBuilder::new(graph.num_rows(), 0);
+            for value in graph.values() {
+                builder.value_of(value.rows, value.cols, value.element);
+            }
+            for node in graph.nodes() {
+                let mut node = node.clone();
+                if let (Op::Linear { weights }, Scope::Layer(1)) = (&mut node.op, node.scope) {
+                    weights[0].rows = 16;
+                }
+                builder.push(node);
+            }
+            Arc::new(builder.build())
+        };
+        let mut table = table(0.0);
+        let wide = OperationCost { layers: 1, whole_ms: Some(1000.0), region: None, ..table.operations[0].clone() };
+        table.operations[0].layers = 1;
+        table.operations.push(OperationCost { shape: [16, 8], ..wide });
+        let choice = choose(&table, &graph, &BTreeMap::new(), Some(1));
+        let want =
+            [(WQ_B, Placement::Split(0.5)), ((Kind::WqB, [16, 8]), Placement::Primary), (SHARED, Placement::Whole)];
+        assert_eq!(choice.placements(), BTreeMap::from(want));
+        assert_near(choice.hybrid_ms, (5.0 + 5.0 + 16.0) + (10.0 + 5.0 + 16.0));
+        let said = BTreeMap::from([(Kind::WqB, Placement::Whole)]);
+        let choice = choose(&table, &graph, &said, Some(1));
+        assert_eq!(choice.operations[&(Kind::WqB, [16, 8])].placement, Placement::Whole, "the user's word is for all");
     }
 }

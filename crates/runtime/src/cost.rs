@@ -248,7 +248,7 @@ impl CostTable {
 }
 
 /// Output channels of all weights, input channels of one group.
-fn shape_of(weights: &[WeightRef]) -> [usize; 2] {
+pub(crate) fn shape_of(weights: &[WeightRef]) -> [usize; 2] {
     [weights.iter().map(|weight| weight.rows).sum(), weights[0].cols]
 }
 

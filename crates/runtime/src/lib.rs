@@ -16,13 +16,13 @@ pub mod prepare;
 pub mod span;
 mod template;
 
-pub use choose::{Choice, KindChoice, choose};
+pub use choose::{Choice, OperationChoice, choose};
 pub use cost::{CalibrationError, CostTable, calibrate};
 pub use executor::{BankCounts, EngineBytes, Executor, ExecutorError, FinishedStep, LoadedBank, Step, Ticket};
 pub use feature::{Feature, FeatureState};
 pub use ledger::{Entry, Fallback, Ledger, Operations};
 pub use plan::{DeviceId, Lane, Plan};
-pub use prepare::{HybridOptions, Placement, Prepared, prepare};
+pub use prepare::{HybridOptions, OperationKey, Placement, Prepared, prepare};
 pub use span::Span;
 pub use template::Template;
 pub use troika_device::Priority;

@@ -13,7 +13,7 @@ use troika_device::npu::{
 };
 use troika_graph::{Kind, Op, StepGraph, WeightKey, WeightRef, WeightSource};
 
-use crate::cost::Error;
+use crate::cost::{Error, shape_of};
 use crate::eligibility::{Eligibility, eligibility};
 use crate::executor::check::difference;
 use crate::executor::{EngineBytes, LoadedBank};
@@ -31,6 +31,9 @@ pub enum Placement {
     Split(f64),
 }
 
+/// A kind of projection with its shape: output channels of all weights, input channels of one group.
+pub type OperationKey = (Kind, [usize; 2]);
+
 /// The wish.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HybridOptions {
@@ -40,6 +43,8 @@ pub struct HybridOptions {
     pub tail_threshold: usize,
     /// Kinds that are not named stay with the primary device.
     pub placements: BTreeMap<Kind, Placement>,
+    /// Of operations that are not placed like others of their kind.
+    pub shapes: BTreeMap<OperationKey, Placement>,
     /// Bytes that engines may use.
     pub memory_bytes: u64,
     /// The projections that share a layer's input are one operation, of [`Kind::AttentionInput`].
@@ -111,7 +116,9 @@ pub fn dry_run(
     let mut records: Vec<Record> = eligibility(graph, source, limits)
         .into_iter()
         .map(|eligibility| {
-            let wish = options.placements.get(&eligibility.kind).copied().unwrap_or(Placement::Primary);
+            let own = options.shapes.get(&(eligibility.kind, shape_of(&eligibility.weights)));
+            let of_kind = || options.placements.get(&eligibility.kind);
+            let wish = own.or_else(of_kind).copied().unwrap_or(Placement::Primary);
             let (mut left_out, mut effective_fraction) = (None, 0.0);
             if wish != Placement::Primary {
                 match (&eligibility.reason, partitions(&eligibility, wish, limits)) {

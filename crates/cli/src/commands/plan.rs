@@ -82,19 +82,21 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 /// What was measured and what is predicted of it, milliseconds of one tile.
 fn expectation(choice: &Choice, tail_threshold: usize) -> String {
     let mut text = format!(
-        "\nmilliseconds of a tile, all layers\n{:<22}{:>10}{:>10}{:>10}{:>10}  {}\n",
-        "projection", "cpu", "engines", "both", "expected", "placement"
+        "\nmilliseconds of a tile, all layers\n{:<22}{:>8}{:>18}{:>10}{:>10}{:>10}{:>10}  {}\n",
+        "projection", "layers", "out x in", "cpu", "engines", "both", "expected", "placement"
     );
     let ms = |ms: Option<f64>| ms.map_or_else(|| "-".to_owned(), |ms| format!("{ms:.2}"));
-    for (kind, choice) in &choice.kinds {
+    for ((kind, [out, cols]), choice) in &choice.operations {
         let placement = match choice.placement {
             Placement::Primary => choice.refused.clone().unwrap_or_else(|| "cpu".to_owned()),
             Placement::Whole => "engines".to_owned(),
             Placement::Split(fraction) => format!("both, {:.1} % on engines", fraction * 100.0),
         };
         text += &format!(
-            "{:<22}{:>10.2}{:>10}{:>10}{:>10.2}  {placement}\n",
+            "{:<22}{:>8}{:>18}{:>10.2}{:>10}{:>10}{:>10.2}  {placement}\n",
             kind.name(),
+            choice.layers,
+            format!("{out} x {cols}"),
             choice.primary_ms,
             ms(choice.whole_ms),
             ms(choice.split_ms),
@@ -107,7 +109,7 @@ fn expectation(choice: &Choice, tail_threshold: usize) -> String {
     };
     let verdict = match choice.pays() {
         true => "engines make it shorter",
-        false if choice.placements().is_empty() => "engines do not make it shorter, whatever they do",
+        false if !choice.places_any() => "engines do not make it shorter, whatever they do",
         false => "engines do not make it shorter",
     };
     let Choice { hybrid_ms, primary_busy_ms, engines_busy_ms, alone_ms, primary_ms, ideal_ms, wavefront, .. } = choice;

@@ -63,6 +63,11 @@ fn devices_and_plans_are_shown() {
     let little = troika(&[&said[..], &["--memory-limit", "3M"]].concat()).ok().stdout;
     assert!(plan.contains("in memory: ") && !plan.contains(" bytes are needed, "), "{plan}");
     assert!(little.contains(" bytes are needed, "), "{little}");
+    let stacked = ["plan", "--npu", "soft", "--hybrid", "on", "--stack-inputs", "--place"];
+    let plan = troika(&[&stacked[..], &["attention_input=whole"]].concat()).ok().stdout;
+    assert!(plan.contains("attention inputs") && !plan.contains("wkv"), "{plan}");
+    troika(&[&stacked[..], &["wkv=whole"]].concat()).fails(1, &["attention_input"]);
+    troika(&["plan", "--npu", "soft", "--place", "attention_input=whole"]).fails(1, &["--stack-inputs"]);
     troika(&["plan"]).fails(1, &["--npu"]);
     troika(&["inspect", nano(), "--memory", "--npu", "soft", "--class", "exact"]).fails(1, &["--class fast"]);
 }
@@ -243,8 +248,9 @@ fn a_simulated_engine_is_never_measured() {
     assert_eq!(engagement["state"], "simulated", "{engagement}");
 }
 
+/// Each fault has the consequence that it should have; wrong numbers that begin after the warm-up fail the gate.
 #[test]
-fn a_simulated_engine_fails_on_demand() {
+fn acceptance_18_a_simulated_engine_fails_on_demand() {
     let hybrid = |engine: &str| {
         troika(&[&BENCH[..], &simulated(engine, &["--chunk", "64", "--json", "-"])].concat()).ok().json()["hybrid"]
             .clone()

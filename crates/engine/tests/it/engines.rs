@@ -63,6 +63,7 @@ macro_rules! engine_tests {
             acceptance_01_and_08_what_is_planned_is_dispatched
             acceptance_01_matrix_of_tiles_and_steps
             acceptance_03_and_04_tails_go_by_the_rule
+            acceptance_05_padded_rows_are_no_tokens
             acceptance_05_tiles_tails_and_narrow_chunks_are_one_arithmetic
             acceptance_07_decode_is_a_bypass_and_no_fallback
             acceptance_09_a_failed_run_costs_time_and_no_result
@@ -74,7 +75,6 @@ macro_rules! engine_tests {
             engines_may_work_on_several_steps
             instances_take_turns_from_layer_to_layer
             operations_of_a_failed_step_are_cancelled
-            padded_rows_are_no_tokens
             prefill_is_close_to_fast
             stacked_inputs_are_one_operation
             verification_is_a_bypass
@@ -174,7 +174,7 @@ pub(crate) fn acceptance_05_tiles_tails_and_narrow_chunks_are_one_arithmetic(on:
 }
 
 /// State that was computed with engines and resumed without a full tile.
-pub(crate) fn padded_rows_are_no_tokens(on: &Subject) {
+pub(crate) fn acceptance_05_padded_rows_are_no_tokens(on: &Subject) {
     let tokens = tokens(TILE + 40);
     let [mut plain, mut padding] = [on.hybrid(0), on.hybrid(2)];
     let mut continued = Vec::new();
@@ -182,10 +182,14 @@ pub(crate) fn padded_rows_are_no_tokens(on: &Subject) {
         let sequence = runner.new_sequence();
         feed(runner, sequence, &tokens, 0);
         assert_eq!(runner.num_computed_tokens(sequence).expect("it is live"), tokens.len());
-        continued.push((feed(runner, sequence, &[17], 1).logits(0), runner.state_bytes()));
+        let state = runner.snapshot(sequence).expect("it is live");
+        continued.push((feed(runner, sequence, &[17], 1).logits(0), runner.state_bytes(), state));
     }
     on.assert_same("after padded tails", &continued[1].0, &continued[0].0);
     assert_eq!(continued[0].1, continued[1].1, "bytes of state");
+    if on.tolerance == 0.0 {
+        assert!(continued[0].2 == continued[1].2, "what others would find in the cache");
+    }
 }
 
 /// Projections that share a layer's input as one: fewer operations, the same numbers, in every lane.

@@ -7,13 +7,17 @@ use troika_base::NumericClass;
 use troika_device::map_file;
 use troika_device::npu::NpuBackend;
 use troika_device::npu::soft::{Soft, SoftOptions};
-use troika_engine::{Distance, Engines, FeatureState, HybridOptions, Operations, Placement, Runner, RunnerOptions};
+use troika_engine::{
+    Distance, Engines, FeatureState, HybridOptions, OperationKey, Operations, Placement, Record, Runner, RunnerOptions,
+};
 use troika_graph::Kind;
 use troika_model::{Checkpoint, ScaleCheck, WeightTable};
 use troika_prompt::Tokenizer;
+use troika_testkit::compare::assert_same_bits;
 use troika_testkit::repo_root;
 
 use crate::engines::{Subject, engine_tests, num_projections};
+use crate::support::one_shot;
 
 pub(crate) const TILE: usize = 64;
 
@@ -38,7 +42,14 @@ pub(crate) fn everything() -> BTreeMap<Kind, Placement> {
 }
 
 pub(crate) fn wish(placements: BTreeMap<Kind, Placement>, tail_threshold: usize) -> HybridOptions {
-    HybridOptions { tile: TILE, tail_threshold, placements, memory_bytes: u64::MAX, stack_inputs: false }
+    HybridOptions {
+        tile: TILE,
+        tail_threshold,
+        placements,
+        shapes: BTreeMap::new(),
+        memory_bytes: u64::MAX,
+        stack_inputs: false,
+    }
 }
 
 pub(crate) fn nano(engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
@@ -83,6 +94,31 @@ fn other_classes_and_wrong_tiles_are_refused_with_a_reason() {
         num_projections(&runner) > 0 && left_out.iter().any(|reason| reason.starts_with("memory: ")),
         "{left_out:?}"
     );
+}
+
+/// Layers with an indexer have a wider stack of queries than others, and may be placed in another way; the bits stay.
+#[test]
+fn layers_are_placed_by_the_shape_of_their_projection() {
+    let shape = |record: &Record| -> OperationKey {
+        let weights = &record.eligibility.weights;
+        (record.eligibility.kind, [weights.iter().map(|weight| weight.rows).sum(), weights[0].cols])
+    };
+    let whole = wish(BTreeMap::from([(Kind::WqB, Placement::Whole)]), 0);
+    let mut all = nano(Some((soft(1), whole.clone())));
+    let of_kind = || all.records().iter().filter(|record| record.eligibility.kind == Kind::WqB);
+    let (narrow, wide) = (of_kind().map(shape).min().expect("some"), of_kind().map(shape).max().expect("some"));
+    assert_ne!(narrow, wide);
+    let shapes = BTreeMap::from([(wide, Placement::Split(0.5))]);
+    let mut mixed = nano(Some((soft(1), HybridOptions { shapes, ..whole })));
+    for record in mixed.records().iter().filter(|record| record.eligibility.kind == Kind::WqB) {
+        let want = if shape(record) == wide { Placement::Split(0.5) } else { Placement::Whole };
+        assert_eq!((record.placement, &record.left_out), (want, &None), "{:?}", record.eligibility.key);
+        assert_eq!(record.effective_fraction < 1.0, shape(record) == wide);
+    }
+    let tokens = tokens(2 * TILE + 3);
+    let want = one_shot(&mut all, &tokens, tokens.len());
+    assert_same_bits("mixed", &one_shot(&mut mixed, &tokens, tokens.len()), &want);
+    assert_eq!(mixed.totals().total_operations().dispatched(), 2 * num_projections(&mixed));
 }
 
 /// Of class `fast` on the engine's tiles of `tile` rows, in texts of two.

@@ -182,47 +182,42 @@ fn acceptance_01_steps_are_as_wide_as_tiles() {
     }
 }
 
-/// Every step and, where prefixes are kept, every distance of snapshots.
-fn whole_matrix(tile: usize, honour_chunk: bool, cache_bytes: u64) {
-    // Without a cache there are no snapshots.
-    let spacings = if cache_bytes > 0 { vec![BLOCK, tile, 2048] } else { vec![LIMITS.snapshot_spacing] };
+/// Every step; with a cache if there is a distance of snapshots.
+fn part_of_the_matrix(tile: usize, honour_chunk: bool, snapshot_spacing: Option<usize>) {
+    let cache_bytes = if snapshot_spacing.is_some() { 1 << 32 } else { 0 };
+    let snapshot_spacing = snapshot_spacing.unwrap_or(LIMITS.snapshot_spacing);
     for chunk_tokens in [tile / 2, tile - 1, tile, 2 * tile, 2 * tile + tile / 2] {
-        for snapshot_spacing in spacings.clone() {
-            assert_tiles_are_reached(Ask { tile, chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes });
-        }
+        assert_tiles_are_reached(Ask { tile, chunk_tokens, honour_chunk, snapshot_spacing, cache_bytes });
     }
 }
 
-/// A test for each tile, with and without a cache, and with a step that the user insists on: each can be run by itself.
+/// Tests for each tile, without a cache and with one at each distance of snapshots, with and without a step that the user insists
+/// on: each can be run by itself.
 macro_rules! whole_matrix {
     ($($tile:literal $name:ident)*) => {
         mod the_whole_matrix {
             $(mod $name {
-                #[test]
-                #[ignore = "minutes for all tiles"]
-                fn acceptance_01_uncached() {
-                    super::super::whole_matrix($tile, false, 0);
-                }
-
-                #[test]
-                #[ignore = "minutes for all tiles"]
-                fn acceptance_01_cached() {
-                    super::super::whole_matrix($tile, false, 1 << 32);
-                }
-
-                #[test]
-                #[ignore = "minutes for all tiles"]
-                fn acceptance_01_honoured_uncached() {
-                    super::super::whole_matrix($tile, true, 0);
-                }
-
-                #[test]
-                #[ignore = "minutes for all tiles"]
-                fn acceptance_01_honoured_cached() {
-                    super::super::whole_matrix($tile, true, 1 << 32);
+                whole_matrix! { @tests $tile
+                    acceptance_01_uncached: false, None;
+                    acceptance_01_cached_by_blocks: false, Some(super::super::BLOCK);
+                    acceptance_01_cached_by_tiles: false, Some($tile);
+                    acceptance_01_cached_by_2048: false, Some(2048);
+                    acceptance_01_honoured_uncached: true, None;
+                    acceptance_01_honoured_cached_by_blocks: true, Some(super::super::BLOCK);
+                    acceptance_01_honoured_cached_by_tiles: true, Some($tile);
+                    acceptance_01_honoured_cached_by_2048: true, Some(2048);
                 }
             })*
         }
+    };
+    (@tests $tile:literal $($name:ident: $honour:literal, $spacing:expr;)*) => {
+        $(
+            #[test]
+            #[ignore = "minutes for all tiles"]
+            fn $name() {
+                super::super::part_of_the_matrix($tile, $honour, $spacing);
+            }
+        )*
     };
 }
 
