@@ -1,4 +1,4 @@
-//! Rules for any text we write: length, reminders left behind, paths of one machine.
+//! Rules for any text we write: length, reminders and merges left behind, paths of one machine.
 
 use super::{Violation, line_of};
 
@@ -14,6 +14,8 @@ const MACHINE_PATHS: [&str; 6] = [
     concat!("C:", "\\"),
 ];
 const REMINDERS: [&str; 3] = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X")];
+/// How git begins and ends what it could not merge.
+const UNMERGED: [&str; 2] = ["<<<<<<< ", ">>>>>>> "];
 
 /// True for files whose text we answer for.
 pub(super) fn is_ours(path: &str) -> bool {
@@ -39,6 +41,9 @@ pub(super) fn check(path: &str, content: &str) -> Vec<Violation> {
                     "take it from an argument or the temporary folder",
                 ));
             }
+        }
+        if UNMERGED.iter().any(|marker| line.starts_with(marker)) {
+            violations.push(Violation::new(path, index + 1, "a merge left behind", "keep the one or the other"));
         }
         for reminder in REMINDERS {
             if super::mask::contains_word(line, reminder) {
@@ -99,6 +104,12 @@ mod tests {
     fn reminders_are_found() {
         assert_eq!(lines(&format!("// {}: later", REMINDERS[0])), [1]);
         assert_eq!(lines("TODOS.len()"), [0; 0]);
+    }
+
+    #[test]
+    fn merges_are_found() {
+        assert_eq!(lines("a\n<<<<<<< HEAD\nb\n=======\nc\n>>>>>>> other\n"), [2, 6]);
+        assert_eq!(lines("1 <<<<<<< 2"), [0; 0]);
     }
 
     #[test]
