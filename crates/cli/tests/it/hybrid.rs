@@ -158,7 +158,7 @@ fn a_server_shows_what_its_engine_did() {
 
 /// An engine that a narrow `--chunk` leaves without work does not pass for one that works.
 #[test]
-fn a_server_whose_steps_are_narrower_than_tiles_says_so_at_once() {
+fn acceptance_02_a_server_whose_steps_are_narrower_than_tiles_says_so_at_once() {
     let args = [
         "serve",
         "--port",
@@ -173,7 +173,9 @@ fn a_server_whose_steps_are_narrower_than_tiles_says_so_at_once() {
         "64",
         "--require-engaged",
     ];
-    troika(&args).fails(1, &["NOT ENGAGED", "idle(step_limit)"]);
+    let warning = ["WARN", "no step can hold a tile", "tile=128", "step=64", "cure="];
+    let failed = troika(&args).fails(1, &[&["NOT ENGAGED", "idle(step_limit)"][..], &warning].concat());
+    assert_eq!(failed.stderr.matches(warning[1]).count(), 1, "once: {}", failed.stderr);
 }
 
 #[test]
