@@ -7,8 +7,9 @@ use troika_base::{Format, SharedBytes, StoredTensor};
 use troika_kernels::int8::{self, Int8Expert, Int8Matrix, Product};
 use troika_kernels::{
     CpuLevel, Ctx, ExpertWeights, Far, HcParams, Index, KeyCodes, Keys, RouteParams, RowCodes, RowList, Rows, Scoring,
-    Seen, Serial, Visible, add, attend, attend_rounded, embed, grouped_matmul, hc_head, hc_post, hc_pre, index_scores,
-    index_topk, matmul, pool, rms_norm, rope, route, routed_experts, swiglu,
+    Seen, Serial, Visible, add, attend, attend_rounded, embed, fake_fp4, fake_fp8, grouped_matmul, hadamard, hc_head,
+    hc_post, hc_pre, index_scores, index_topk, matmul, pool, rms_norm, rope, route, routed_experts, shared_expert,
+    stream_mean, swiglu,
 };
 
 use crate::ceilings::Ceiling;
@@ -198,7 +199,41 @@ fn experts(level: CpuLevel, filter: &str) -> Vec<Case> {
             maker.add(format!("{name} T={t}"), ceiling, amount, make(integers, t));
         }
     }
+    for t in ROWS {
+        shared_expert_cases(&mut maker, t);
+    }
     maker.cases
+}
+
+/// The expert of all tokens, three products of fp8 in one call; weights come from memory.
+fn shared_expert_cases(maker: &mut Maker, t: usize) {
+    let (dim, inner) = (2048, 2048);
+    let fp8 = Format::Fp8Tile { scale: ScaleFormat::E8m0 };
+    let stored = move || [weight(fp8, inner, dim), weight(fp8, dim, inner), weight(fp8, inner, dim)];
+    let (x, out) = (move || numbers(t * dim), move || vec![0.0; t * dim]);
+    let few = |bytes: usize, many| {
+        if t <= FEW { (Ceiling::Read, 3 * bytes) } else { (many, 2 * t * 3 * dim * inner) }
+    };
+    let packed_bytes = Int8Matrix::packed_bytes(inner, dim) as usize;
+    let (ceiling, amount) = few(packed_bytes, Ceiling::Int8);
+    maker.add(format!("fp8 packed x int8 shared expert T={t}"), ceiling, amount, move |ctx| {
+        let sets = vec![stored().each_ref().map(|w| Int8Matrix::pack(ctx, w)); STREAMED / (3 * packed_bytes) + 1];
+        let (x, mut out, mut turn) = (x(), out(), 0);
+        move || {
+            turn += 1;
+            let [w1, w2, w3] = &sets[turn % sets.len()];
+            int8::shared_expert(ctx, black_box(&x), &Int8Expert { w1, w2, w3 }, Some(10.0), &mut out);
+        }
+    });
+    let bytes = fp8.byte_lengths(inner, dim).expect("the shape fits").iter().sum();
+    let (ceiling, amount) = few(bytes, Ceiling::F32);
+    maker.add(format!("fp8 shared expert in f32 T={t}"), ceiling, amount, move |ctx| {
+        let ([w1, w2, w3], x, mut out) = (stored(), x(), out());
+        move || {
+            let w = ExpertWeights { w1: &w1, w2: &w2, w3: &w3 };
+            shared_expert(ctx, black_box(&x), &w, Some(10.0), &mut out);
+        }
+    });
 }
 
 /// `n` rows of `d` numbers, rounded.
@@ -362,6 +397,31 @@ fn token_wise(level: CpuLevel, filter: &str) -> Vec<Case> {
         let (fn_, base, scale) = (numbers(s * s * d), numbers(s), numbers(1));
         let (x, mut y) = (numbers(64 * s * d), vec![0.0; 64 * d]);
         move || hc_head(ctx, &hc_params(s, d, &fn_, &base, &scale), black_box(&x), &mut y)
+    });
+    maker.add("mean of 4 streams".into(), Ceiling::Read, 512 * d * (s + 1) * 4, move |ctx| {
+        let (x, mut out) = (numbers(512 * s * d), vec![0.0; 512 * d]);
+        move || stream_mean(ctx, s, d, black_box(&x), &mut out)
+    });
+    // What class `official` does to rows of 512, read and written, and what `fast` keeps of them.
+    let rows = 4096 * 512;
+    type Round = fn(&mut [f32]);
+    let roundings: [(&str, Round); 3] = [
+        ("rounding to fp8", |x| x.chunks_exact_mut(512).for_each(|row| fake_fp8(row, 64))),
+        ("rounding to fp4", |x| x.chunks_exact_mut(512).for_each(|row| fake_fp4(row, 32))),
+        ("Hadamard transform of 128", |x| x.chunks_exact_mut(128).for_each(hadamard)),
+    ];
+    for (name, round) in roundings {
+        maker.add(name.into(), Ceiling::Read, rows * 8, move |_| {
+            let mut x = numbers(rows);
+            move || round(black_box(&mut x))
+        });
+    }
+    maker.add("rounding of 4096 rows to 12 bits".into(), Ceiling::Read, rows * 6, move |ctx| {
+        let x = numbers(rows);
+        move || {
+            let mut codes = RowCodes::new(512);
+            codes.extend(ctx, 4096, |i| &black_box(&x)[i * 512..(i + 1) * 512]);
+        }
     });
     let t = 2048;
     let bytes = t * d * 4;
