@@ -79,8 +79,9 @@ impl ModelMemory {
             mapped_neighbours: windows.bytes().saturating_sub(mapped.values().sum()),
             mapped_weights: mapped,
             copied_weights: copied,
-            // Each of the prompts may end in the step, and have logits.
-            step_values: values(settings.chunk_tokens, settings.sequences) * settings.wavefront as u64
+            // Prompts of two tokens at least may end in the step, and have logits.
+            step_values: values(settings.chunk_tokens, settings.sequences.min(settings.chunk_tokens.div_ceil(2)))
+                * settings.wavefront as u64
                 + values(settings.sequences, settings.sequences),
             scratch: scratch_bytes(config, settings),
             state_fixed: shape.fixed_bytes(),

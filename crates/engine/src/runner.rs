@@ -12,7 +12,7 @@ use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
 use troika_device::npu::{CompileCounts, NpuBackend};
 use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
-use troika_graph::{Acceptance, Scope, Segment, StepGraph, StepRows, WeightSource};
+use troika_graph::{Acceptance, Kind, Scope, Segment, StepGraph, StepRows, WeightSource};
 use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::prepare::{Record, Stage, dry_run};
@@ -734,7 +734,11 @@ impl StepRunner for Runner {
         Ok(done.map(|(ticket, forward)| {
             let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
             let elapsed_us = forward.elapsed.as_micros() as u64;
-            let longest_node_us = forward.ledger.device_total(DeviceId::PRIMARY).longest_ns / 1000;
+            // The head takes as long for a short chunk as for a long one, which is no measure of the others.
+            let of_primary =
+                |(kind, device, _): &(Kind, DeviceId, _)| *device == DeviceId::PRIMARY && *kind != Kind::Head;
+            let nodes = forward.ledger.entries().filter(of_primary).map(|(.., entry)| entry.longest_ns);
+            let longest_node_us = nodes.max().unwrap_or(0) / 1000;
             let (ledger, tiled_rows) = (forward.ledger.of_engines(), forward.tiled_rows);
             self.recycle(forward);
             StepResult { ticket, logits, elapsed_us, longest_node_us, ledger, tiled_rows }

@@ -203,16 +203,17 @@ impl<'a> Search<'a> {
     /// Depth, ways and time of the best candidate. One more chunk in flight has to be worth its memory.
     fn best(&self, depths: RangeInclusive<usize>) -> (usize, Vec<usize>, Estimate) {
         let candidates = depths.map(|depth| {
-            let (picks, estimate) = self.best_at(depth);
-            (depth, picks, estimate)
+            let (picks, feared_ms) = self.best_at(depth);
+            (depth, picks, feared_ms)
         });
-        candidates
-            .reduce(|best, next| if next.2.tile_ms < WORTH_IT * best.2.tile_ms { next } else { best })
-            .expect("there is a depth")
+        let best = candidates.reduce(|best, next| if next.2 < WORTH_IT * best.2 { next } else { best });
+        let (depth, picks, _) = best.expect("there is a depth");
+        let estimate = self.estimate(&picks, depth);
+        (depth, picks, estimate)
     }
 
     /// From the best of some starting points, operation by operation to what is better with the others as they are.
-    fn best_at(&self, depth: usize) -> (Vec<usize>, Estimate) {
+    fn best_at(&self, depth: usize) -> (Vec<usize>, f64) {
         let mut best: Option<(Vec<usize>, f64)> = None;
         for picks in self.starts() {
             let feared_ms = self.feared_ms(&picks, depth);
@@ -238,8 +239,7 @@ impl<'a> Search<'a> {
                 break;
             }
         }
-        let estimate = self.estimate(&picks, depth);
-        (picks, estimate)
+        (picks, least_ms)
     }
 
     /// The estimate of a tile, and what splits may cost beyond it: see [`SPLIT_RISK`].

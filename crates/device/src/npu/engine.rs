@@ -1,5 +1,6 @@
 //! One instance of a neural engine as a device: a queue, a thread that waits for the engine, and its banks.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -202,8 +203,11 @@ impl Worker {
         };
         let (backend, instance) = (Arc::clone(&self.backend), self.instance);
         let compile = |procedure: &Arc<Procedure>| Ok((Arc::clone(procedure), Arc::new(backend.compile(procedure)?)));
-        let programs: Result<Vec<Program>, NpuError> = procedures.iter().map(compile).collect();
-        let bank = programs.and_then(|programs| backend.load(instance, &programs));
+        let load = || {
+            let programs: Vec<Program> = procedures.iter().map(compile).collect::<Result<_, NpuError>>()?;
+            backend.load(instance, &programs)
+        };
+        let bank = catch_unwind(AssertUnwindSafe(load)).map_err(|panic| message(&*panic))?;
         self.banks[place] = Some(bank.map_err(|error| error.to_string())?);
         let mut tried = procedures.iter().map(|procedure| probe(procedure, &mut |x| self.run_tile(procedure, x)));
         let result = tried.find(Result::is_err).unwrap_or(Ok(()));
@@ -220,11 +224,8 @@ impl Worker {
         procedure: &Procedure,
         body: impl FnOnce(&mut Self) -> Result<(), NpuError>,
     ) -> Result<(), NpuError> {
-        catch_unwind(AssertUnwindSafe(|| body(self))).unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-            let reason = text.unwrap_or("no message").to_owned();
-            Err(NpuError::Run { procedure: procedure.name.clone(), reason })
-        })
+        catch_unwind(AssertUnwindSafe(|| body(self)))
+            .unwrap_or_else(|panic| Err(NpuError::Run { procedure: procedure.name.clone(), reason: message(&*panic) }))
     }
 
     fn bank(&mut self, procedure: &Procedure) -> Result<(&mut Box<dyn Bank>, usize), NpuError> {
@@ -294,4 +295,10 @@ impl Worker {
         (self.input, self.output) = (input, output);
         result
     }
+}
+
+/// What a back end said when it panicked.
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("no message").to_owned()
 }

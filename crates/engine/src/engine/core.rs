@@ -425,7 +425,7 @@ impl<R: StepRunner> Core<R> {
             self.scheduler.take_bytes(bytes);
             self.given_up.note(bytes);
         }
-        if self.given_up.may_return()
+        if self.given_up.may_return(self.scheduler.bytes_spare())
             && let Some(bytes) = self.runner.reload()
         {
             self.scheduler.give_bytes(bytes);

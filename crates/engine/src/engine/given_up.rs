@@ -38,9 +38,10 @@ impl GivenUp {
         self.calm = if fits { self.calm.saturating_add(1) } else { 0 };
     }
 
-    /// True if the bank that went last may come back.
-    pub(super) fn may_return(&self) -> bool {
-        !self.banks.is_empty() && self.calm >= PATIENCE << self.relapses
+    /// True if the bank that went last may come back where `spare` bytes are spare now: a request may have come since the last
+    /// step.
+    pub(super) fn may_return(&self, spare: u64) -> bool {
+        self.banks.last().is_some_and(|bytes| *bytes <= spare) && self.calm >= PATIENCE << self.relapses
     }
 
     /// It is on its way.
@@ -62,7 +63,7 @@ mod tests {
 
     fn steps_until_return(given_up: &mut GivenUp, spare: u64) -> u32 {
         let mut steps = 0;
-        while !given_up.may_return() {
+        while !given_up.may_return(u64::MAX) {
             given_up.step_done(spare);
             steps += 1;
             assert!(steps < 10_000, "{given_up:?}");
@@ -74,11 +75,11 @@ mod tests {
     fn banks_come_back_the_later_the_more_often_they_go() {
         let mut given_up = GivenUp::default();
         (0..1000).for_each(|_| given_up.step_done(u64::MAX));
-        assert!(!given_up.may_return(), "nothing was given up");
+        assert!(!given_up.may_return(u64::MAX), "nothing was given up");
         given_up.note(100);
         given_up.note(300);
         (0..1000).for_each(|_| given_up.step_done(299));
-        assert!(!given_up.may_return(), "a byte is missing for the one that went last");
+        assert!(!given_up.may_return(u64::MAX), "a byte is missing for the one that went last");
         assert_eq!(steps_until_return(&mut given_up, 300), PATIENCE);
         given_up.returns();
         assert_eq!(given_up.settled(true), 0);
@@ -99,6 +100,6 @@ mod tests {
         given_up.returns();
         assert_eq!(given_up.settled(false), 50);
         (0..10_000).for_each(|_| given_up.step_done(u64::MAX));
-        assert!(!given_up.may_return(), "nobody tries again");
+        assert!(!given_up.may_return(u64::MAX), "nobody tries again");
     }
 }

@@ -1,6 +1,6 @@
 //! Nothing is computed twice, and nobody can tell by the tokens: cold, cached, chunked otherwise, preempted, among others.
 
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -30,8 +30,17 @@ pub(crate) fn request(prompt: Vec<u32>, max_new_tokens: usize) -> GenerateReques
 
 /// Tokens with the bits of their probabilities, and the usage.
 pub(crate) fn answer(engine: &Engine, request: GenerateRequest) -> (Vec<(u32, u32)>, Usage) {
+    hear(&begin(engine, request))
+}
+
+pub(crate) fn begin(engine: &Engine, request: GenerateRequest) -> Receiver<Event> {
     let (sender, events) = channel();
     engine.submit(request, Box::new(Channel(sender))).expect("accepted");
+    events
+}
+
+/// As [`answer`], of one that has begun.
+pub(crate) fn hear(events: &Receiver<Event>) -> (Vec<(u32, u32)>, Usage) {
     let mut tokens = Vec::new();
     loop {
         match events.recv_timeout(Duration::from_secs(60)).expect("the engine answers") {

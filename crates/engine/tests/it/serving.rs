@@ -118,7 +118,7 @@ fn the_context_is_a_limit() {
 fn deadlines_end_requests() {
     let engine = engine(EngineOptions { max_running: 1, ..LIMITS });
     let mut running = request(1, 50, 400);
-    running.service.deadline = Some(Duration::from_millis(30));
+    running.service.deadline = Some(Duration::from_millis(5));
     let (running, waiting) = (start(&engine, running), {
         let mut waiting = request(2, 50, 4);
         waiting.service.deadline = Some(Duration::ZERO);
@@ -190,11 +190,12 @@ fn malformed_requests_are_refused_by_name() {
 
 #[test]
 fn a_full_queue_is_an_answer() {
-    let engine = engine(EngineOptions { max_running: 1, max_queued: 2, ..LIMITS });
+    let engine = engine(EngineOptions { max_running: 1, max_queued: 2, max_context_tokens: 1 << 14, ..LIMITS });
     let mut running = Vec::new();
     let full = loop {
         let (sender, receiver) = channel();
-        match engine.submit(request(running.len() as u64, 100, 200), Box::new(Channel(sender))) {
+        // So long that none ends by itself meanwhile.
+        match engine.submit(request(running.len() as u64, 100, 10_000), Box::new(Channel(sender))) {
             Ok(id) => running.push((id, receiver)),
             Err(error) => break error,
         }
@@ -267,8 +268,8 @@ fn a_listener_without_room_pauses_its_own_request_only() {
 
 #[test]
 fn shutdown_tells_everybody() {
-    let engine = engine(EngineOptions { max_running: 1, ..LIMITS });
-    let events: Vec<Receiver<Event>> = (0..3).map(|seed| start(&engine, request(seed, 40, 400))).collect();
+    let engine = engine(EngineOptions { max_running: 1, max_context_tokens: 1 << 14, ..LIMITS });
+    let events: Vec<Receiver<Event>> = (0..3).map(|seed| start(&engine, request(seed, 40, 10_000))).collect();
     engine.shutdown();
     for events in &events {
         let (_, end) = collect(events);

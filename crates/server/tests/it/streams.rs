@@ -135,7 +135,7 @@ async fn failures_after_the_status_are_error_events() {
 
 #[tokio::test]
 async fn silence_is_filled_with_comments() {
-    let mut script = vec![Act::Prefilled(1), Act::Pause(Duration::from_millis(200)), Act::Prefilled(2)];
+    let mut script = vec![Act::Prefilled(1), Act::Pause(Duration::from_secs(2)), Act::Prefilled(2)];
     script.extend(says("ok"));
     let world = World::with(script, |state| state.limits.keep_alive = Duration::from_millis(20)).await;
     let mut stream = world.stream(CHAT, &chat(json!({"stream": true}))).await;
