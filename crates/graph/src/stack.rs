@@ -53,8 +53,13 @@ pub fn stack_products(graph: &StepGraph, stack_of: &dyn Fn(&WeightRef) -> Option
 /// The stack of a layer's inputs (hybrid spec 4.5), for [`stack_products`]: `wq_a`, `wkv`, the compressors' pairs and the indexer's
 /// weights, as far as they are wide enough.
 pub fn attention_inputs(weight: &WeightRef) -> Option<Kind> {
-    let belongs = matches!(
-        weight.key.role,
+    (is_attention_input(weight.key.role) && weight.rows >= LEAST_OUTPUTS).then_some(Kind::AttentionInput)
+}
+
+/// Whether a weight multiplies what a layer's attention is given (hybrid spec 4.3).
+pub fn is_attention_input(role: Role) -> bool {
+    matches!(
+        role,
         Role::WqA
             | Role::Wkv
             | Role::CompressorWkv
@@ -62,6 +67,5 @@ pub fn attention_inputs(weight: &WeightRef) -> Option<Kind> {
             | Role::IndexerCompressorWkv
             | Role::IndexerCompressorWgate
             | Role::IndexerWeightsProj
-    );
-    (belongs && weight.rows >= LEAST_OUTPUTS).then_some(Kind::AttentionInput)
+    )
 }

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use troika_graph::op::{Attention, AttentionPattern};
-use troika_graph::stack::stack_products;
+use troika_graph::stack::{is_attention_input, stack_products};
 use troika_graph::{
     Access, Element, GraphBuilder, Kind, Node, Op, Role, Scope, StateEdge, StatePart, StepGraph, ValueId, WeightKey,
     WeightRef,
@@ -146,14 +146,7 @@ pub(crate) fn operation_name(node: &Node) -> &'static str {
 fn stack_of(weight: &WeightRef) -> Option<Kind> {
     match weight.key.role {
         Role::WqB | Role::IndexerWqB => Some(Kind::WqB),
-        Role::WqA
-        | Role::Wkv
-        | Role::CompressorWkv
-        | Role::CompressorWgate
-        | Role::IndexerCompressorWkv
-        | Role::IndexerCompressorWgate
-        | Role::IndexerWeightsProj => Some(Kind::WqA),
-        _ => None,
+        role => is_attention_input(role).then_some(Kind::WqA),
     }
 }
 

@@ -107,7 +107,7 @@ impl Executor {
         left
     }
 
-    /// Begins to bring back the bank that was given up last: engines load it beside their work, and try each of its procedures
+    /// Begins to bring back the bank that was given up last: engines load it between their parts, and try each of its procedures
     /// out as at the start. Returns the bytes that it takes from now on; `None` if there is none, or one is on its way.
     pub fn reload(&mut self) -> Option<u64> {
         if self.returning.is_some() || self.quarantine.is_some() {

@@ -488,12 +488,7 @@ mod tests {
     fn a_missing_library_is_unavailable_with_the_way_out() {
         let options = OrtOptions {
             places: vec![PathBuf::from("/nowhere/libonnxruntime.so"), std::env::temp_dir().join("no such folder")],
-            provider: Provider::Cpu,
-            plugin: None,
-            form: None,
-            instances: 1,
-            threads: 1,
-            settings: BTreeMap::new(),
+            ..OrtOptions::default()
         };
         let Err(NpuError::Unavailable { reason, .. }) = Ort::start(&options) else { panic!("there is no such file") };
         assert!(reason.contains("/nowhere/libonnxruntime.so") && reason.contains("--npu ort:lib=PATH"), "{reason}");
