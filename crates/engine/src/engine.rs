@@ -6,6 +6,7 @@ mod given_up;
 mod live;
 mod prefix;
 mod skips;
+pub(crate) mod speculate;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
