@@ -23,7 +23,7 @@ use super::given_up::GivenUp;
 use super::live::Live;
 use super::prefix::{CacheIdentity, Prefixes, Sharing};
 use super::skips::{SkipWarning, Skips, WINDOW};
-use super::speculate::{Prices, decode_bytes};
+use super::speculate::{Drafting, decode_bytes};
 use crate::api::{DraftCounts, EngineStatus, Event, EventSink, FinishReason, GenerateRequest, NodeTotals};
 use crate::hybrid::HybridStatus;
 use crate::runner::{Chunk, RunnerError};
@@ -223,7 +223,7 @@ pub struct Core<R> {
     given_up: GivenUp,
     /// Tokens that the drafter proposes at once; 0 = there is none.
     block_of_drafts: usize,
-    prices: Prices,
+    drafting: Drafting,
 }
 
 impl<R: StepRunner> Core<R> {
@@ -266,7 +266,7 @@ impl<R: StepRunner> Core<R> {
             skips: Skips::default(),
             given_up: GivenUp::default(),
             block_of_drafts,
-            prices: Prices::default(),
+            drafting: Drafting::default(),
         }
     }
 

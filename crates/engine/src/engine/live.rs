@@ -7,7 +7,6 @@ use troika_base::{RequestId, SequenceId};
 use super::core::Submission;
 use super::disk::LoadId;
 use super::prefix::Thread;
-use super::speculate::Drafting;
 use crate::api::{
     ConstraintState, Delivery, Event, EventSink, FinishReason, GenerateRequest, RequestRecord, TokenSet, Usage,
 };
@@ -42,8 +41,6 @@ pub(super) struct Live {
     pub(super) cached_tokens: usize,
     /// Those of them that came from disk.
     pub(super) cached_tokens_from_disk: usize,
-    /// How its drafts have fared.
-    pub(super) drafting: Drafting,
     /// Filled as it goes; see [`Self::report_end`].
     pub(super) notes: RequestRecord,
     sink: Box<dyn EventSink>,
@@ -75,7 +72,6 @@ impl Live {
             thread: None,
             cached_tokens: 0,
             cached_tokens_from_disk: 0,
-            drafting: Drafting::default(),
             notes: RequestRecord { request: Some(id), ..RequestRecord::default() },
             sink,
             history,

@@ -1,8 +1,10 @@
-//! When a sequence is drafted for, and how much of a draft is verified. Decisions only: times and counts come in as arguments.
+//! When sequences are drafted for, and how much of a draft is verified. Decisions only: times and counts come in as arguments.
 //!
 //! Whatever is decided here, the tokens are the same: every one is drawn from the model's own logits. A draft only says what is
-//! computed in advance. What it may cost is bounded: a sequence whose drafted steps bring too few tokens for their time goes
-//! without for a while, twice as long each time, and every step without drafts is counted with its reason.
+//! computed in advance. What it may cost is bounded: if drafted steps bring too few tokens for their time, steps go without for a
+//! while, twice as long each time, and every share of a step without drafts is counted with its reason.
+
+use std::collections::VecDeque;
 
 use super::core::Proposal;
 
@@ -14,13 +16,16 @@ pub(super) const MAX_DRAFTING: usize = 4;
 /// brings.
 const MIN_CHANCE: f32 = 0.3;
 
-/// Drafted steps of a sequence until it is decided whether they pay.
+/// Drafted steps until it is decided whether they pay.
 const TRIAL: u32 = 8;
 
 /// Steps without drafts after a trial that did not pay: the first time, and at most.
-const RESTS: [u32; 2] = [32, 512];
+const RESTS: [u32; 2] = [64, 512];
 
-/// Drafted steps after which a step goes without, to learn again what that takes.
+/// Steps without drafts that are compared with: the fastest counts, since the first ones also touch what was never used.
+const PLAIN_STEPS: usize = 4;
+
+/// Drafted steps after which one goes without, to learn again what that takes.
 const REMEASURE: u32 = 64;
 
 /// Why a share of a decode step has no drafts.
@@ -36,7 +41,7 @@ pub(super) enum Skip {
     Memory,
     /// It is measured what a step without drafts takes.
     Measuring,
-    /// Its drafts have cost more time than they saved.
+    /// Drafts have cost more time than they saved.
     Unprofitable,
     /// The drafter was not sure even of the first.
     Unsure,
@@ -82,104 +87,73 @@ pub(crate) fn decode_bytes(
     plain.max(step(rows, rows)).max(draft(few))
 }
 
-/// A running mean that forgets, in eighths.
-#[derive(Clone, Copy, Debug, Default)]
-struct Mean(Option<f32>);
-
-impl Mean {
-    fn add(&mut self, us: u64) {
-        let us = us.max(1) as f32;
-        self.0 = Some(self.0.map_or(us, |mean| mean + (us - mean) / 8.0));
-    }
-}
-
 /// What decode steps of so many sequences took lately, with and without drafts.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Price {
-    plain: Mean,
-    drafted: Mean,
+    /// Of the last [`PLAIN_STEPS`], microseconds.
+    plain_us: VecDeque<u64>,
     /// Drafted steps since the last plain one.
     since_plain: u32,
 }
 
-/// What decode steps took lately, by number of sequences.
+/// Whether drafts pay, all sequences together: they share the steps, and the drafter's.
 #[derive(Debug, Default)]
-pub(super) struct Prices([Price; MAX_DRAFTING]);
-
-impl Prices {
-    /// True if the next step of so many sequences is to have no drafts, so that both kinds can be compared.
-    pub(super) fn wants_plain(&self, sequences: usize) -> bool {
-        self.of(sequences).is_some_and(|price| price.plain.0.is_none() || price.since_plain >= REMEASURE)
-    }
-
-    /// A step has taken so long, that of the drafter before it included.
-    pub(super) fn add(&mut self, sequences: usize, is_drafted: bool, us: u64) {
-        let Some(price) = sequences.checked_sub(1).and_then(|index| self.0.get_mut(index)) else { return };
-        if is_drafted {
-            price.drafted.add(us);
-            price.since_plain += 1;
-        } else {
-            price.plain.add(us);
-            price.since_plain = 0;
-        }
-    }
-
-    /// Tokens of a sequence that a drafted step must bring for it to be as fast as plain ones, if both are known.
-    pub(super) fn break_even(&self, sequences: usize) -> Option<f32> {
-        let price = self.of(sequences)?;
-        Some(price.drafted.0? / price.plain.0?)
-    }
-
-    fn of(&self, sequences: usize) -> Option<&Price> {
-        self.0.get(sequences.checked_sub(1)?)
-    }
-}
-
-/// How drafting goes for one sequence.
-#[derive(Debug)]
 pub(super) struct Drafting {
-    /// Drafts that are welcome in its next decode step, or why none is.
-    pub(super) wish: Result<usize, Skip>,
-    /// Drafted steps since the last verdict, and their tokens.
+    /// By number of sequences.
+    prices: [Price; MAX_DRAFTING],
+    /// Drafted steps of the trial so far.
     steps: u32,
-    tokens: u32,
-    /// Steps it still goes without.
+    /// Tokens that they brought, and that as long without drafts would have.
+    brought: f64,
+    needed: f64,
+    /// Steps that still go without drafts.
     rest: u32,
     /// Trials in a row that did not pay.
     failed: u32,
 }
 
-impl Default for Drafting {
-    fn default() -> Self {
-        Self { wish: Err(Skip::Known), steps: 0, tokens: 0, rest: 0, failed: 0 }
-    }
-}
-
 impl Drafting {
-    /// True if the sequence goes without drafts for now.
-    pub(super) fn rests(&self) -> bool {
-        self.rest > 0
+    /// Why the next step of so many sequences is to have no drafts, if it is not.
+    pub(super) fn bars(&self, sequences: usize) -> Option<Skip> {
+        match sequences.checked_sub(1).and_then(|index| self.prices.get(index)) {
+            None => Some(Skip::Batch),
+            Some(_) if self.rest > 0 => Some(Skip::Unprofitable),
+            Some(Price { plain_us, since_plain }) => {
+                (plain_us.len() < PLAIN_STEPS || *since_plain >= REMEASURE).then_some(Skip::Measuring)
+            }
+        }
     }
 
-    /// A step without drafts is done.
-    pub(super) fn went_without(&mut self) {
+    /// A step of so many sequences without drafts has taken so long; `None` if there is no saying.
+    pub(super) fn went_without(&mut self, sequences: usize, us: Option<u64>) {
         self.rest = self.rest.saturating_sub(1);
+        let Some(price) = sequences.checked_sub(1).and_then(|index| self.prices.get_mut(index)) else { return };
+        price.since_plain = 0;
+        price.plain_us.extend(us);
+        if price.plain_us.len() > PLAIN_STEPS {
+            price.plain_us.pop_front();
+        }
     }
 
-    /// A drafted step has brought so many tokens.
-    pub(super) fn brought(&mut self, tokens: usize, break_even: Option<f32>) {
+    /// A drafted step of so many sequences has brought so many tokens and taken so long, the drafter's part included; `None` if
+    /// there is no saying.
+    pub(super) fn brought(&mut self, sequences: usize, tokens: usize, us: Option<u64>) {
+        let Some(price) = sequences.checked_sub(1).and_then(|index| self.prices.get_mut(index)) else { return };
+        price.since_plain += 1;
+        let Some((us, plain_us)) = us.zip(price.plain_us.iter().min().copied()) else { return };
         self.steps += 1;
-        self.tokens += tokens as u32;
+        self.brought += tokens as f64;
+        self.needed += sequences as f64 * us as f64 / plain_us.max(1) as f64;
         if self.steps < TRIAL {
             return;
         }
-        if break_even.is_some_and(|least| (self.tokens as f32) < least * self.steps as f32) {
+        if self.brought < self.needed {
             self.rest = (RESTS[0] << self.failed.min(16)).min(RESTS[1]);
             self.failed += 1;
         } else {
             self.failed = 0;
         }
-        (self.steps, self.tokens) = (0, 0);
+        (self.steps, self.brought, self.needed) = (0, 0.0, 0.0);
     }
 }
 
@@ -200,42 +174,61 @@ mod tests {
         assert_eq!(worth_verifying(&[]), 0);
     }
 
-    #[test]
-    fn both_kinds_of_steps_are_measured() {
-        let mut prices = Prices::default();
-        assert!(prices.wants_plain(1) && prices.wants_plain(MAX_DRAFTING));
-        assert!(!prices.wants_plain(MAX_DRAFTING + 1), "there are no drafts anyway");
-        prices.add(1, false, 1000);
-        assert!(!prices.wants_plain(1) && prices.wants_plain(2));
-        assert_eq!(prices.break_even(1), None);
-        for _ in 0..REMEASURE {
-            assert!(!prices.wants_plain(1));
-            prices.add(1, true, 1500);
+    /// One that knows what a step of a sequence takes without drafts: 1000 microseconds.
+    fn measured() -> Drafting {
+        let mut drafting = Drafting::default();
+        for us in [5000, 1200, 1000, 1100] {
+            assert_eq!(drafting.bars(1), Some(Skip::Measuring));
+            drafting.went_without(1, Some(us));
         }
-        assert_eq!((prices.wants_plain(1), prices.break_even(1)), (true, Some(1.5)));
-        prices.add(1, false, 1800);
-        assert_eq!((prices.wants_plain(1), prices.break_even(1)), (false, Some(1500.0 / 1100.0)));
+        assert_eq!(drafting.bars(1), None);
+        drafting
+    }
+
+    #[test]
+    fn steps_without_drafts_are_measured_now_and_then() {
+        let mut drafting = measured();
+        assert_eq!([2, MAX_DRAFTING, MAX_DRAFTING + 1].map(|n| drafting.bars(n)), {
+            [Some(Skip::Measuring), Some(Skip::Measuring), Some(Skip::Batch)]
+        });
+        for _ in 0..REMEASURE {
+            assert_eq!(drafting.bars(1), None);
+            drafting.brought(1, 2, Some(2000));
+        }
+        assert_eq!(drafting.bars(1), Some(Skip::Measuring));
+        drafting.went_without(1, None);
+        assert_eq!(drafting.bars(1), None, "one beside a prompt says nothing, and is not waited for");
+    }
+
+    /// Steps without drafts after a trial whose steps bring so many tokens.
+    fn rest_after(drafting: &mut Drafting, tokens: usize) -> u32 {
+        for _ in 0..TRIAL {
+            assert_eq!(drafting.bars(1), None);
+            drafting.brought(1, tokens, Some(1500));
+        }
+        let mut rest = 0;
+        while drafting.bars(1) == Some(Skip::Unprofitable) {
+            drafting.went_without(1, Some(1000));
+            rest += 1;
+        }
+        rest
     }
 
     #[test]
     fn what_does_not_pay_is_tried_less_and_less() {
-        let mut drafting = Drafting::default();
-        let mut trial = |tokens: usize| {
-            for _ in 0..TRIAL {
-                assert!(!drafting.rests());
-                drafting.brought(tokens, Some(1.5));
-            }
-            let mut rest = 0;
-            while drafting.rests() {
-                drafting.went_without();
-                rest += 1;
-            }
-            rest
-        };
-        assert_eq!([1, 1, 1, 1, 1, 1].map(&mut trial), [32, 64, 128, 256, 512, 512]);
-        assert_eq!([2, 1, 1].map(&mut trial), [0, 32, 64]);
-        let mut unpriced = Drafting::default();
-        (0..TRIAL).for_each(|_| unpriced.brought(1, None));
-        assert!(!unpriced.rests(), "nobody knows yet what it costs");
+        let mut drafting = measured();
+        assert_eq!([1, 1, 1, 1, 1].map(|tokens| rest_after(&mut drafting, tokens)), [64, 128, 256, 512, 512]);
+        assert_eq!([2, 1, 1].map(|tokens| rest_after(&mut drafting, tokens)), [0, 64, 128]);
+    }
+
+    #[test]
+    fn sequences_are_judged_together() {
+        let mut drafting = measured();
+        (0..PLAIN_STEPS).for_each(|_| drafting.went_without(2, Some(1200)));
+        // One token more for the two of them, and a third more time.
+        (0..TRIAL).for_each(|_| drafting.brought(2, 3, Some(1600)));
+        assert_eq!(drafting.bars(2), None);
+        (0..TRIAL).for_each(|_| drafting.brought(2, 2, Some(1300)));
+        assert_eq!(drafting.bars(2), Some(Skip::Unprofitable));
     }
 }

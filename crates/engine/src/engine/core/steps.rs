@@ -15,7 +15,7 @@ use troika_scheduler::{Lane, Part, StepPlan};
 use super::{Core, StepResult, StepRunner, lock};
 use crate::api::{DraftCounts, EngineStatus, FinishReason, MAX_CHUNK_RECORDS, StepNote, StepTotals};
 use crate::engine::live::Live;
-use crate::engine::speculate::{MAX_DRAFTING, Skip, worth_verifying};
+use crate::engine::speculate::{Skip, worth_verifying};
 use crate::runner::{Chunk, RunnerError, WantLogits};
 
 /// A step in flight.
@@ -133,24 +133,20 @@ impl<R: StepRunner> Core<R> {
         if self.block_of_drafts == 0 {
             return;
         }
-        for (id, live) in self.requests.iter_mut().filter(|(_, live)| live.sequence.is_some()) {
-            live.drafting.wish = wish(live, self.block_of_drafts, self.max_context_tokens);
-            self.scheduler.set_drafts(*id, live.drafting.wish.unwrap_or(0));
+        for (id, live) in self.requests.iter().filter(|(_, live)| live.sequence.is_some()) {
+            let wish = wish(live, self.block_of_drafts, self.max_context_tokens);
+            self.scheduler.set_drafts(*id, wish.unwrap_or(0));
         }
     }
 
     /// Strikes the drafts that there are not to be, and counts why.
     fn choose_drafts(&mut self, shares: &mut [Share]) {
-        let sequences = shares.len();
-        let barred = match sequences {
-            _ if sequences > MAX_DRAFTING => Some(Skip::Batch),
-            _ if self.prices.wants_plain(sequences) => Some(Skip::Measuring),
-            _ => None,
-        };
+        let barred = self.drafting.bars(shares.len());
         for share in shares {
             let live = self.requests.get_mut(&share.request).expect("taken from the table");
+            let wish = wish(live, self.block_of_drafts, self.max_context_tokens);
             let no_room = (share.max_drafts == 0).then_some(Skip::Memory);
-            if let Some(skip) = live.drafting.wish.err().or(barred).or(no_room) {
+            if let Some(skip) = wish.err().or(barred).or(no_room) {
                 share.max_drafts = 0;
                 count(&self.status, live, |counts| *counts.skipped.entry(skip.name()).or_default() += 1);
             }
@@ -383,19 +379,15 @@ impl<R: StepRunner> Core<R> {
     /// Counts what became of drafts, and learns from it.
     fn judge_drafts(&mut self, step: &InFlight, accepted: &[usize], us: u64) {
         let sequences = step.shares.len();
-        let is_drafted = step.shares.iter().any(|share| share.max_drafts > 0);
         // Beside prompts a step also waits for nodes of theirs.
-        if self.in_flight.is_empty() {
-            self.prices.add(sequences, is_drafted, us);
+        let us = self.in_flight.is_empty().then_some(us);
+        if step.shares.iter().any(|share| share.max_drafts > 0) {
+            self.drafting.brought(sequences, sequences + accepted.iter().sum::<usize>(), us);
+        } else {
+            self.drafting.went_without(sequences, us);
         }
-        let break_even = self.prices.break_even(sequences);
         for (share, accepted) in step.shares.iter().zip(accepted.iter().copied()) {
             let live = self.requests.get_mut(&share.request).expect("requests outlive their steps");
-            if share.max_drafts == 0 {
-                live.drafting.went_without();
-                continue;
-            }
-            live.drafting.brought(1 + accepted, break_even);
             if share.drafts.is_empty() {
                 continue;
             }
@@ -436,7 +428,6 @@ fn wish(live: &Live, block: usize, max_context_tokens: usize) -> Result<usize, S
     let of_context = max_context_tokens.saturating_sub(live.tokens.len() + 1);
     match block.min(of_answer).min(of_context) {
         0 => Err(Skip::Ending),
-        _ if live.drafting.rests() => Err(Skip::Unprofitable),
         drafts => Ok(drafts),
     }
 }
