@@ -90,8 +90,10 @@ pub struct Level {
     pub completed: usize,
     /// Refused with a status, which an overloaded server should do.
     pub refused: BTreeMap<u16, usize>,
-    /// Broken in any other way.
+    /// Broken in any other way, and by reason.
     pub failed: usize,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty", default)]
+    pub failures: BTreeMap<String, usize>,
     /// From the first request to the last answer.
     pub seconds: f64,
     pub ttft_ms: Option<Percentiles>,
@@ -147,6 +149,27 @@ impl Random {
     }
 }
 
+impl Traffic {
+    /// Tokens of the longest prompt that it has, and its answer.
+    pub fn longest(&self, shape: &Shape) -> usize {
+        let one = shape.prompt_tokens.iter().max().copied().unwrap_or(0);
+        shape.generate
+            + match self {
+                Self::Arrivals { .. } | Self::Clients { .. } => one,
+                Self::Agents { instructions, turns, .. } => instructions + turns * one,
+            }
+    }
+
+    /// Whether the corpus has enough for it, before anything is started.
+    ///
+    /// # Errors
+    ///
+    /// If it is too short.
+    pub fn check(&self, shape: &Shape, tokens: &Tokens) -> Result<(), BenchError> {
+        plan(self, shape, tokens).map(drop)
+    }
+}
+
 /// What each of the parallel clients of `traffic` sends; a client sends one thing after the other unless it has times.
 fn plan(traffic: &Traffic, shape: &Shape, tokens: &Tokens) -> Result<Vec<Vec<Planned>>, BenchError> {
     let mut random = Random(ChaCha8Rng::seed_from_u64(shape.seed));
@@ -193,7 +216,7 @@ fn plan(traffic: &Traffic, shape: &Shape, tokens: &Tokens) -> Result<Vec<Vec<Pla
 enum Outcome {
     Done { answer: Box<Answer>, late_s: f64 },
     Refused(u16),
-    Failed,
+    Failed(String),
     Stopped,
 }
 
@@ -214,6 +237,10 @@ pub fn level(
     let start = Instant::now();
     std::thread::scope(|scope| {
         for requests in clients {
+            // One that comes at a time of its own is not there before.
+            if requests.first().is_some_and(|first| !wait_until(first.at, start, stop)) {
+                break;
+            }
             let sender = sender.clone();
             scope.spawn(move || {
                 for request in requests {
@@ -237,39 +264,38 @@ pub fn level(
     Ok(summarize(traffic.clone(), shape.objective, seconds, &outcomes))
 }
 
-fn send(client: &Client, request: &Planned, generate: usize, start: Instant, stop: &AtomicBool) -> Outcome {
-    let mut late_s = 0.0;
-    if let Some(at) = request.at {
-        loop {
-            if stop.load(Ordering::Relaxed) {
-                return Outcome::Stopped;
-            }
-            let wait = at - start.elapsed().as_secs_f64();
-            if wait <= 0.0 {
-                late_s = -wait;
-                break;
-            }
-            std::thread::sleep(Duration::from_secs_f64(wait.min(0.1)));
+/// Until a request is to be sent; false if it must not be any more.
+fn wait_until(at: Option<f64>, start: Instant, stop: &AtomicBool) -> bool {
+    while !stop.load(Ordering::Relaxed) {
+        let wait = at.map_or(0.0, |at| at - start.elapsed().as_secs_f64());
+        if wait <= 0.0 {
+            return true;
         }
+        std::thread::sleep(Duration::from_secs_f64(wait.min(0.1)));
     }
+    false
+}
+
+fn send(client: &Client, request: &Planned, generate: usize, start: Instant, stop: &AtomicBool) -> Outcome {
     if stop.load(Ordering::Relaxed) {
         return Outcome::Stopped;
     }
+    let late_s = request.at.map_or(0.0, |at| (start.elapsed().as_secs_f64() - at).max(0.0));
     match client.complete(&Ask { prompt: &request.prompt, generate }) {
         Ok(answer) => Outcome::Done { answer: Box::new(answer), late_s },
         Err(BenchError::Refused { status, .. }) => Outcome::Refused(status),
-        Err(_) => Outcome::Failed,
+        Err(error) => Outcome::Failed(error.to_string()),
     }
 }
 
 fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[Outcome]) -> Level {
-    let (mut refused, mut failed, mut met) = (BTreeMap::new(), 0, 0);
+    let (mut refused, mut failures, mut met) = (BTreeMap::new(), BTreeMap::new(), 0);
     let (mut ttft, mut itl, mut tpot, mut late) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let [mut prompt_tokens, mut cached_tokens, mut completion_tokens] = [0; 3];
     for outcome in outcomes {
         match outcome {
             Outcome::Refused(status) => *refused.entry(*status).or_default() += 1,
-            Outcome::Failed => failed += 1,
+            Outcome::Failed(why) => *failures.entry(why.clone()).or_default() += 1,
             Outcome::Stopped => {}
             Outcome::Done { answer, late_s } => {
                 let first_ms = answer.ttft_s().unwrap_or(answer.total_s) * 1e3;
@@ -289,7 +315,8 @@ fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[O
         traffic,
         completed: ttft.len(),
         refused,
-        failed,
+        failed: failures.values().sum(),
+        failures,
         seconds,
         ttft_ms: Percentiles::of(&ttft),
         itl_ms: Percentiles::of(&itl),
@@ -308,16 +335,34 @@ impl LoadRecord {
     pub fn table(&self) -> String {
         let (model, objective) = (&self.model, self.shape.objective);
         let incomplete = self.incomplete.as_ref().map_or_else(String::new, |why| format!("INCOMPLETE: {why}\n"));
+        let devices = if self.devices.is_empty() { "no server".to_owned() } else { self.devices.join(" + ") };
         format!(
-            "{} ({}) on {}; {} tokens an answer; objective: first token within {} ms, {} ms per token\n{}{incomplete}",
+            "{} ({}) on {devices}; {} tokens an answer; objective: first token within {} ms, {} ms per token\n{}{}{incomplete}",
             model.name,
             model.class,
-            self.devices.join(" + "),
             self.shape.generate,
             objective.ttft_ms,
             objective.tpot_ms,
-            align(&self.rows())
+            align(&self.rows()),
+            self.not_answered()
         )
+    }
+
+    /// Why requests have no answer.
+    fn not_answered(&self) -> String {
+        let mut text = String::new();
+        for level in &self.levels {
+            let label = level.traffic.label();
+            let line = |(why, count): (String, &usize)| format!("  {label}: {count} requests {why}\n");
+            text.extend(level.refused.iter().map(|(status, count)| line((format!("refused with {status}"), count))));
+            text.extend(level.failures.iter().map(|(why, count)| line((format!("FAILED: {why}"), count))));
+        }
+        text
+    }
+
+    /// Requests that failed, not counting those that the server refused.
+    pub fn num_failed(&self) -> usize {
+        self.levels.iter().map(|level| level.failed).sum()
     }
 
     /// The first row names the columns.
@@ -387,6 +432,17 @@ mod tests {
     }
 
     #[test]
+    fn what_does_not_fit_is_known_before() {
+        let (shape, tokens) = (shape(), tokens());
+        assert_eq!(Traffic::Clients { count: 2 }.longest(&shape), 36);
+        let agents = Traffic::Agents { count: 2, instructions: 64, turns: 3 };
+        assert_eq!(agents.longest(&shape), 64 + 3 * 32 + 4);
+        assert!(agents.check(&shape, &tokens).is_ok());
+        let long = Traffic::Agents { count: 1, instructions: tokens.len() + 1, turns: 1 };
+        assert!(matches!(long.check(&shape, &tokens), Err(BenchError::CorpusTooShort { .. })));
+    }
+
+    #[test]
     fn agents_share_their_instructions_and_grow() {
         let traffic = Traffic::Agents { count: 3, instructions: 64, turns: 4 };
         let agents = plan(&traffic, &shape(), &tokens()).expect("enough");
@@ -412,11 +468,13 @@ mod tests {
             let answer = Box::new(Answer { id: "a".into(), pieces, total_s: ttft + 2.0 * gap, usage });
             Outcome::Done { answer, late_s: 0.0 }
         };
+        let failed = || Outcome::Failed("broken pipe".to_owned());
         let outcomes =
-            [answer(0.05, 0.01), answer(0.2, 0.01), answer(0.05, 0.05), Outcome::Refused(429), Outcome::Failed];
+            [answer(0.05, 0.01), answer(0.2, 0.01), answer(0.05, 0.05), Outcome::Refused(429), failed()];
         let level = summarize(Traffic::Clients { count: 1 }, shape().objective, 2.0, &outcomes);
         assert_eq!((level.completed, level.failed, level.met), (3, 1, 1));
         assert_eq!(level.refused, BTreeMap::from([(429, 1)]));
+        assert_eq!(level.failures, BTreeMap::from([("broken pipe".to_owned(), 1)]));
         assert_eq!((level.goodput_per_second, level.cached_tokens), (0.5, 12));
         assert!((level.ttft_ms.expect("three").p50 - 50.0).abs() < 1e-9);
     }

@@ -37,7 +37,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn read(path: &Path) -> Result<Record> {
+pub(super) fn read(path: &Path) -> Result<Record> {
     let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     Record::parse(&text).with_context(|| path.display().to_string())
 }

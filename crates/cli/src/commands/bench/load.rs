@@ -14,7 +14,7 @@ use troika_bench::load::{LoadRecord, Objective, SCHEMA, Shape, Traffic, VERSION,
 use troika_bench::record::Program;
 use troika_bench::server::{Launch, Server};
 
-use super::{stop_flag, subject};
+use super::{check_writable, ending, stop_flag, subject};
 use crate::progress;
 use crate::report::{print, write_json};
 
@@ -80,6 +80,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let levels = levels(args)?;
+    args.json.as_deref().map_or(Ok(()), check_writable)?;
     let opened = subject::open(args.model.clone(), args.class, args.corpus)?;
     let program = std::env::current_exe().context("cannot find the program that runs")?;
     let shape = Shape {
@@ -89,6 +90,12 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         seed: args.seed,
         objective: Objective { ttft_ms: args.max_ttft, tpot_ms: args.max_tpot },
     };
+    for traffic in &levels {
+        let (longest, most, name) = (traffic.longest(&shape), opened.max_context_tokens, &opened.facts.name);
+        let label = traffic.label();
+        ensure!(longest <= most, "{label}: {longest} tokens do not fit the context of {name}, which is {most}");
+        traffic.check(&shape, &opened.tokens)?;
+    }
     let mut facts = opened.facts.clone();
     facts.args.extend(args.serve.iter().cloned());
     let launch =
@@ -112,19 +119,31 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     for (done, traffic) in levels.iter().enumerate() {
         steps.show(done, levels.len(), &traffic.label());
         let measure = || {
-            let server = Server::start(&launch)?;
+            let server = Server::start(&launch, &stop)?;
             let prompt = opened.tokens.prompt(0, args.prompt_lengths[0] as usize)?;
-            server.client.complete(&Ask { prompt, generate: 4 })?;
-            let status = server.client.get("/troika/status")?;
+            let asked = || {
+                server.client.complete(&Ask { prompt, generate: 4 })?;
+                server.client.get("/troika/status")
+            };
+            let status = asked().map_err(|error| server.blame(error))?;
             let done = level(&server.client, traffic, &record.shape, &opened.tokens, &stop)?;
-            Ok((status, done))
+            let end = match done.failures.keys().next() {
+                Some(why) => server.end_of(why),
+                None => None,
+            };
+            Ok((status, done, end))
         };
         let measured: Result<_, troika_bench::BenchError> = measure();
         match measured {
-            Ok((status, done)) => {
-                let devices = status["devices"].as_array().into_iter().flatten();
+            Ok((status, done, end)) => {
+                let engines = status["hybrid"]["devices"].as_array().into_iter().flatten().skip(1);
+                let devices = status["devices"].as_array().into_iter().flatten().chain(engines);
                 record.devices = devices.map(|device| device.as_str().unwrap_or_default().to_owned()).collect();
                 record.levels.push(done);
+                if let Some(end) = end {
+                    record.incomplete = Some(end.to_string());
+                    break;
+                }
             }
             Err(error) => {
                 let interrupted = stop.load(Ordering::Relaxed);
@@ -135,16 +154,19 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     }
     steps.end();
     record.host_end = HostState::now();
-    if let Some(path) = &args.json {
-        write_json(path, &record)?;
-    }
+    // The table first: a disk may be full.
     if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {
         print(&record.table())?;
     }
+    if let Some(path) = &args.json {
+        write_json(path, &record)?;
+    }
+    let num_failed = record.num_failed();
     match record.incomplete {
-        None => Ok(ExitCode::SUCCESS),
-        Some(_) if stop.load(Ordering::Relaxed) => Ok(ExitCode::from(130)),
+        Some(_) if stop.load(Ordering::Relaxed) => Ok(ending()),
         Some(why) => bail!("the run is incomplete: {why}"),
+        None if num_failed > 0 => bail!("{num_failed} requests failed, so the percentiles are those of the others"),
+        None => Ok(ExitCode::SUCCESS),
     }
 }
 
