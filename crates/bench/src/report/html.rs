@@ -94,7 +94,12 @@ fn html_table(table: &Table, body: &mut String) {
     };
     let Some((head, rest)) = table.rows.split_first() else { return };
     let rows: String = rest.iter().map(|cells| row("td", cells)).collect();
-    let _ = writeln!(body, "<h3>{}</h3>\n<div class=\"wide\"><table>{}{rows}</table></div>", escape(table.heading), row("th", head));
+    let _ = writeln!(
+        body,
+        "<h3>{}</h3>\n<div class=\"wide\"><table>{}{rows}</table></div>",
+        escape(table.heading),
+        row("th", head)
+    );
 }
 
 fn escape(text: &str) -> String {

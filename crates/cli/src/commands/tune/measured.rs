@@ -76,7 +76,9 @@ pub(super) fn tune(
     let mut created_unix_s = super::now_unix_s();
     if rig.num_asked() == 0 {
         let journal = journal.display();
-        tracing::warn!("nothing was measured: an earlier run left every answer in {journal}; remove it to measure again");
+        tracing::warn!(
+            "nothing was measured: an earlier run left every answer in {journal}; remove it to measure again"
+        );
         let since = written.and_then(|written| written.duration_since(std::time::UNIX_EPOCH).ok());
         created_unix_s = since.map_or(created_unix_s, |since| since.as_secs());
     }
