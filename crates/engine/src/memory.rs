@@ -65,11 +65,11 @@ impl ModelMemory {
             if memory.stays_mapped && is_read {
                 *mapped.entry(WeightClass::of(key)).or_default() += tensor.num_bytes();
                 windows.touch([tensor.data(), tensor.scales(), tensor.biases()]);
-            } else if memory.stays_mapped {
+            } else if memory.stays_mapped || !is_read {
                 // Opening a checkpoint looks at all its scales.
                 windows.touch([&[], tensor.scales(), tensor.biases()]);
             }
-            if memory.copied_bytes > 0 {
+            if memory.copied_bytes > 0 && is_read {
                 *copied.entry(WeightClass::of(key)).or_default() += memory.copied_bytes;
             }
         }

@@ -13,7 +13,7 @@ use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
 use troika_device::npu::{CompileCounts, NpuBackend};
 use troika_device::state::{LayerShape, Packing, PoolShape, Snapshot};
 use troika_device::{Device, DeviceError, SequenceState, StateShape, StepRun};
-use troika_graph::{Acceptance, Kind, Scope, Segment, StepGraph, StepRows, WeightSource};
+use troika_graph::{Acceptance, Kind, Scope, Segment, StepGraph, StepRows, WeightKey, WeightSource};
 use troika_model::config::LayerKind;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::prepare::{Record, Stage, dry_run};
@@ -245,7 +245,8 @@ impl Runner {
             return Err(RunnerError::NoDrafter { reason: "no dspark_* keys" });
         }
         let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
-        device.load(weights)?;
+        let trunk = Trunk(weights);
+        device.load(if options.draft_context { weights } else { &trunk })?;
         let shape = state_shape(&config, &facts, options.class, options.draft_context);
         let stack_inputs = engines.as_ref().is_some_and(|engines| engines.options.stack_inputs);
         let emitter = Emitter::new(config, facts).stacking_inputs(stack_inputs);
@@ -771,6 +772,19 @@ fn start_executor(
         }
     }
     (executor, records)
+}
+
+/// Weights without those of the drafter: what does not draft need not hold them.
+struct Trunk<'a>(&'a dyn WeightSource);
+
+impl WeightSource for Trunk<'_> {
+    fn tensor(&self, key: WeightKey) -> Option<StoredTensor> {
+        self.0.tensor(key)
+    }
+
+    fn keys(&self) -> Vec<WeightKey> {
+        self.0.keys().into_iter().filter(|key| !matches!(key.scope, Scope::Stage(_))).collect()
+    }
 }
 
 /// Bytes of the values of a step of `rows` rows, of which `logit_rows` want logits.

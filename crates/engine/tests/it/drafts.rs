@@ -26,7 +26,7 @@ use troika_runtime::Ticket;
 use troika_testkit::compare::assert_same_bits;
 use troika_testkit::{repo_root, scratch_dir};
 
-use crate::cache::{CACHED, answer, record, request as sampled, tokens};
+use crate::cache::{CACHED, answer, begin, hear, record, request as sampled, tokens};
 use crate::hybrid::{everything, nano_with, soft, wish};
 use crate::sampling::remainders;
 use crate::serving::LIMITS;
@@ -548,4 +548,11 @@ fn nano_drafts_and_says_the_same() {
         let total = engine.status().drafts.expect("there is a drafter");
         assert!(total.verifications > 0 && total.drafted >= total.accepted, "{total:?}");
     }
+    // Side by side, one of which is not listened to for long.
+    let asks = [1, 2, 3].map(|seed| sampled(tokens(seed, 50 * seed as usize), 40));
+    let want = asks.clone().map(|ask| answer(&nano(false, None), ask).0);
+    let engine = nano(true, None);
+    drop(begin(&engine, sampled(tokens(4, 70), 200)));
+    let heard = asks.map(|ask| begin(&engine, ask));
+    assert_eq!(heard.each_ref().map(|events| hear(events).0), want);
 }
