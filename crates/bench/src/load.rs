@@ -2,8 +2,8 @@
 //! prefix. Latencies by percentile, and how many requests met an objective.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use rand_chacha::ChaCha8Rng;
@@ -23,6 +23,13 @@ pub const SCHEMA: &str = "troika-bench-load";
 /// Goes up when a member changes its meaning or goes away.
 pub const VERSION: u32 = 1;
 
+/// More requests than that are never on their way at once: each has a connection, and systems allow a thousand or so.
+const MAX_IN_FLIGHT: usize = 512;
+/// Reasons for failures that a level lists; further ones are counted together.
+const MAX_REASONS: usize = 8;
+/// Characters of a reason that are kept.
+const REASON_CHARS: usize = 300;
+
 /// How requests come.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "snake_case")]
@@ -39,7 +46,7 @@ impl Traffic {
     pub fn label(&self) -> String {
         match self {
             Self::Arrivals { per_second } => format!("{per_second} requests/s"),
-            Self::Clients { count } => format!("{count} clients"),
+            Self::Clients { count } => format!("{count} client{}", if *count == 1 { "" } else { "s" }),
             Self::Agents { count, instructions, turns } => {
                 format!("{count} agents, {instructions} shared tokens, {turns} turns")
             }
@@ -90,8 +97,11 @@ pub struct Level {
     pub completed: usize,
     /// Refused with a status, which an overloaded server should do.
     pub refused: BTreeMap<u16, usize>,
-    /// Broken in any other way.
+    /// Broken in any other way, or not sent.
     pub failed: usize,
+    /// Why, and how often.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty", default)]
+    pub failures: BTreeMap<String, usize>,
     /// From the first request to the last answer.
     pub seconds: f64,
     pub ttft_ms: Option<Percentiles>,
@@ -99,7 +109,7 @@ pub struct Level {
     pub itl_ms: Option<Percentiles>,
     /// Mean time of a token after the first, request by request.
     pub tpot_ms: Option<Percentiles>,
-    /// How much later than planned requests were sent: the benchmark's own fault, to be near zero.
+    /// How much later than planned requests that arrive were sent: the benchmark's own fault, to be near zero.
     pub late_ms: Option<Percentiles>,
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
@@ -191,10 +201,13 @@ fn plan(traffic: &Traffic, shape: &Shape, tokens: &Tokens) -> Result<Vec<Vec<Pla
 
 /// How one request went.
 enum Outcome {
-    Done { answer: Box<Answer>, late_s: f64 },
+    Done {
+        answer: Box<Answer>,
+        late_s: f64,
+    },
     Refused(u16),
-    Failed,
-    Stopped,
+    /// With the reason.
+    Failed(String),
 }
 
 /// Sends one level of traffic to a server that runs.
@@ -212,65 +225,108 @@ pub fn level(
     let clients = plan(traffic, shape, tokens)?;
     let (sender, outcomes) = channel();
     let start = Instant::now();
+    match traffic {
+        Traffic::Arrivals { .. } => arrive(client, &clients, shape.generate, start, stop, &sender),
+        Traffic::Clients { .. } | Traffic::Agents { .. } => take_turns(client, &clients, shape.generate, stop, &sender),
+    }
+    drop(sender);
+    let seconds = start.elapsed().as_secs_f64();
+    if stop.load(Ordering::Relaxed) {
+        return Err(BenchError::Interrupted);
+    }
+    let outcomes: Vec<Outcome> = outcomes.iter().collect();
+    Ok(summarize(traffic.clone(), shape.objective, seconds, &outcomes))
+}
+
+/// Each client sends one request after the other.
+fn take_turns(
+    client: &Client,
+    clients: &[Vec<Planned>],
+    generate: usize,
+    stop: &AtomicBool,
+    outcomes: &Sender<Outcome>,
+) {
     std::thread::scope(|scope| {
         for requests in clients {
-            let sender = sender.clone();
             scope.spawn(move || {
                 for request in requests {
-                    let outcome = send(client, &request, shape.generate, start, stop);
-                    let stopped = matches!(outcome, Outcome::Stopped);
-                    // The receiver outlives every client.
-                    let _ = sender.send(outcome);
-                    if stopped {
+                    if stop.load(Ordering::Relaxed) {
                         break;
                     }
+                    // The receiver outlives every client.
+                    let _ = outcomes.send(ask(client, &request.prompt, generate, 0.0));
                 }
             });
         }
     });
-    drop(sender);
-    let seconds = start.elapsed().as_secs_f64();
-    let outcomes: Vec<Outcome> = outcomes.iter().collect();
-    if stop.load(Ordering::Relaxed) {
-        return Err(BenchError::Interrupted);
-    }
-    Ok(summarize(traffic.clone(), shape.objective, seconds, &outcomes))
 }
 
-fn send(client: &Client, request: &Planned, generate: usize, start: Instant, stop: &AtomicBool) -> Outcome {
-    let mut late_s = 0.0;
-    if let Some(at) = request.at {
-        loop {
-            if stop.load(Ordering::Relaxed) {
-                return Outcome::Stopped;
+/// Requests are sent when their time has come, whatever became of those before.
+fn arrive(
+    client: &Client,
+    clients: &[Vec<Planned>],
+    generate: usize,
+    start: Instant,
+    stop: &AtomicBool,
+    outcomes: &Sender<Outcome>,
+) {
+    let in_flight = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for request in clients.iter().flatten() {
+            let late_s = match wait_until(start, request.at.unwrap_or(0.0), stop) {
+                Some(late_s) => late_s,
+                None => break,
+            };
+            if in_flight.load(Ordering::Relaxed) >= MAX_IN_FLIGHT {
+                // To wait for one to end would be traffic that slows down with the server.
+                let _ = outcomes.send(Outcome::Failed(format!("not sent: {MAX_IN_FLIGHT} requests are in flight")));
+                continue;
             }
-            let wait = at - start.elapsed().as_secs_f64();
-            if wait <= 0.0 {
-                late_s = -wait;
-                break;
-            }
-            std::thread::sleep(Duration::from_secs_f64(wait.min(0.1)));
+            in_flight.fetch_add(1, Ordering::Relaxed);
+            let in_flight = &in_flight;
+            scope.spawn(move || {
+                let outcome = ask(client, &request.prompt, generate, late_s);
+                in_flight.fetch_sub(1, Ordering::Relaxed);
+                let _ = outcomes.send(outcome);
+            });
         }
+    });
+}
+
+/// Waits until `at` seconds after `start`; returns how much later it was, or `None` if `stop` became true.
+fn wait_until(start: Instant, at: f64, stop: &AtomicBool) -> Option<f64> {
+    loop {
+        if stop.load(Ordering::Relaxed) {
+            return None;
+        }
+        let wait = at - start.elapsed().as_secs_f64();
+        if wait <= 0.0 {
+            return Some(-wait);
+        }
+        std::thread::sleep(Duration::from_secs_f64(wait.min(0.1)));
     }
-    if stop.load(Ordering::Relaxed) {
-        return Outcome::Stopped;
-    }
-    match client.complete(&Ask { prompt: &request.prompt, generate }) {
+}
+
+fn ask(client: &Client, prompt: &[u32], generate: usize, late_s: f64) -> Outcome {
+    match client.complete(&Ask { prompt, generate }) {
         Ok(answer) => Outcome::Done { answer: Box::new(answer), late_s },
         Err(BenchError::Refused { status, .. }) => Outcome::Refused(status),
-        Err(_) => Outcome::Failed,
+        Err(error) => Outcome::Failed(error.to_string()),
     }
 }
 
 fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[Outcome]) -> Level {
-    let (mut refused, mut failed, mut met) = (BTreeMap::new(), 0, 0);
+    let (mut refused, mut failures, mut met) = (BTreeMap::new(), BTreeMap::new(), 0);
     let (mut ttft, mut itl, mut tpot, mut late) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let [mut prompt_tokens, mut cached_tokens, mut completion_tokens] = [0; 3];
     for outcome in outcomes {
         match outcome {
             Outcome::Refused(status) => *refused.entry(*status).or_default() += 1,
-            Outcome::Failed => failed += 1,
-            Outcome::Stopped => {}
+            Outcome::Failed(why) => {
+                let why: String = why.chars().take(REASON_CHARS).collect();
+                let is_listed = failures.len() < MAX_REASONS || failures.contains_key(&why);
+                *failures.entry(if is_listed { why } else { "other reasons".to_owned() }).or_default() += 1;
+            }
             Outcome::Done { answer, late_s } => {
                 let first_ms = answer.ttft_s().unwrap_or(answer.total_s) * 1e3;
                 let token_ms = answer.tpot_s().unwrap_or(0.0) * 1e3;
@@ -289,7 +345,8 @@ fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[O
         traffic,
         completed: ttft.len(),
         refused,
-        failed,
+        failed: failures.values().sum(),
+        failures,
         seconds,
         ttft_ms: Percentiles::of(&ttft),
         itl_ms: Percentiles::of(&itl),
@@ -303,20 +360,37 @@ fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[O
     }
 }
 
+impl Level {
+    /// A line for each way in which requests were not answered.
+    fn troubles(&self) -> String {
+        let label = self.traffic.label();
+        let refused =
+            self.refused.iter().map(|(status, times)| format!("{label}: {times} refused with status {status}\n"));
+        let failed = self.failures.iter().map(|(why, times)| format!("{label}: {times} failed: {why}\n"));
+        refused.chain(failed).collect()
+    }
+}
+
 impl LoadRecord {
+    /// Requests that neither were answered nor refused.
+    pub fn failed(&self) -> usize {
+        self.levels.iter().map(|level| level.failed).sum()
+    }
+
     /// For the terminal.
     pub fn table(&self) -> String {
         let (model, objective) = (&self.model, self.shape.objective);
         let incomplete = self.incomplete.as_ref().map_or_else(String::new, |why| format!("INCOMPLETE: {why}\n"));
         format!(
-            "{} ({}) on {}; {} tokens an answer; objective: first token within {} ms, {} ms per token\n{}{incomplete}",
+            "{} ({}) on {}; {} tokens an answer; objective: first token within {} ms, {} ms per token\n{}{}{incomplete}",
             model.name,
             model.class,
             self.devices.join(" + "),
             self.shape.generate,
             objective.ttft_ms,
             objective.tpot_ms,
-            align(&self.rows())
+            align(&self.rows()),
+            self.levels.iter().map(Level::troubles).collect::<String>(),
         )
     }
 
@@ -412,12 +486,44 @@ mod tests {
             let answer = Box::new(Answer { id: "a".into(), pieces, total_s: ttft + 2.0 * gap, usage });
             Outcome::Done { answer, late_s: 0.0 }
         };
-        let outcomes =
-            [answer(0.05, 0.01), answer(0.2, 0.01), answer(0.05, 0.05), Outcome::Refused(429), Outcome::Failed];
+        let outcomes = [
+            answer(0.05, 0.01),
+            answer(0.2, 0.01),
+            answer(0.05, 0.05),
+            Outcome::Refused(429),
+            Outcome::Failed("gone".into()),
+        ];
         let level = summarize(Traffic::Clients { count: 1 }, shape().objective, 2.0, &outcomes);
         assert_eq!((level.completed, level.failed, level.met), (3, 1, 1));
+        assert_eq!(level.failures, BTreeMap::from([("gone".to_owned(), 1)]));
+        assert_eq!(level.troubles(), "1 client: 1 refused with status 429\n1 client: 1 failed: gone\n");
         assert_eq!(level.refused, BTreeMap::from([(429, 1)]));
         assert_eq!((level.goodput_per_second, level.cached_tokens), (0.5, 12));
         assert!((level.ttft_ms.expect("three").p50 - 50.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn reasons_are_few_and_every_failure_is_counted() {
+        let outcomes: Vec<Outcome> = (0..20).map(|n| Outcome::Failed(format!("{n}{}", "x".repeat(1000)))).collect();
+        let level = summarize(Traffic::Clients { count: 2 }, shape().objective, 1.0, &outcomes);
+        assert_eq!((level.failed, level.failures.len()), (20, MAX_REASONS + 1));
+        assert_eq!(level.failures["other reasons"], 20 - MAX_REASONS);
+        assert!(level.failures.keys().all(|why| why.len() <= REASON_CHARS));
+    }
+
+    #[test]
+    fn what_cannot_be_sent_fails_with_a_reason() {
+        // A server that hangs up on everybody.
+        let server = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let client = Client::new(&server.local_addr().expect("an address").to_string());
+        std::thread::spawn(move || server.incoming().for_each(drop));
+        let shape = Shape { requests: 3, ..shape() };
+        for traffic in [Traffic::Arrivals { per_second: 1000.0 }, Traffic::Clients { count: 2 }] {
+            let level = level(&client, &traffic, &shape, &tokens(), &AtomicBool::new(false)).expect("a level");
+            assert_eq!((level.completed, level.failed), (0, 3));
+            assert!(level.failures.keys().all(|why| why.contains("/v1/completions")), "{:?}", level.failures);
+        }
+        let stopped = level(&client, &Traffic::Clients { count: 1 }, &shape, &tokens(), &AtomicBool::new(true));
+        assert!(matches!(stopped, Err(BenchError::Interrupted)));
     }
 }

@@ -81,6 +81,9 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let levels = levels(args)?;
     let opened = subject::open(args.model.clone(), args.class, args.corpus)?;
+    for traffic in &levels {
+        check_context(args, traffic, &opened)?;
+    }
     let program = std::env::current_exe().context("cannot find the program that runs")?;
     let shape = Shape {
         requests: args.requests as usize,
@@ -117,14 +120,20 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             server.client.complete(&Ask { prompt, generate: 4 })?;
             let status = server.client.get("/troika/status")?;
             let done = level(&server.client, traffic, &record.shape, &opened.tokens, &stop)?;
-            Ok((status, done))
+            // A server that has ended answers nothing, and nobody would wonder about a level of failures.
+            let alive = server.client.get("/health").map(|_| ());
+            Ok((status, done, alive))
         };
         let measured: Result<_, troika_bench::BenchError> = measure();
         match measured {
-            Ok((status, done)) => {
+            Ok((status, done, alive)) => {
                 let devices = status["devices"].as_array().into_iter().flatten();
                 record.devices = devices.map(|device| device.as_str().unwrap_or_default().to_owned()).collect();
                 record.levels.push(done);
+                if let Err(error) = alive {
+                    record.incomplete = Some(format!("the server answers no more after {}: {error}", traffic.label()));
+                    break;
+                }
             }
             Err(error) => {
                 let interrupted = stop.load(Ordering::Relaxed);
@@ -142,10 +151,24 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         print(&record.table())?;
     }
     match record.incomplete {
+        None if record.failed() > 0 => bail!("{} requests failed, see above", record.failed()),
         None => Ok(ExitCode::SUCCESS),
         Some(_) if stop.load(Ordering::Relaxed) => Ok(ExitCode::from(130)),
         Some(why) => bail!("the run is incomplete: {why}"),
     }
+}
+
+/// Fails if the longest request of a level does not fit the model's context.
+fn check_context(args: &Args, traffic: &Traffic, opened: &subject::Opened) -> Result<()> {
+    let longest = args.prompt_lengths.iter().max().map_or(0, |len| *len as usize);
+    let prompt = match traffic {
+        Traffic::Arrivals { .. } | Traffic::Clients { .. } => longest,
+        Traffic::Agents { instructions, turns, .. } => instructions.saturating_add(turns.saturating_mul(longest)),
+    };
+    let (tokens, most) = (prompt.saturating_add(args.generate as usize), opened.max_context_tokens);
+    let (label, name) = (traffic.label(), &opened.facts.name);
+    ensure!(tokens <= most, "{label}: up to {tokens} tokens do not fit the context of {name}, which is {most}");
+    Ok(())
 }
 
 fn levels(args: &Args) -> Result<Vec<Traffic>> {
