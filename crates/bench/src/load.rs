@@ -48,7 +48,10 @@ impl Traffic {
             Self::Arrivals { per_second } => format!("{per_second} requests/s"),
             Self::Clients { count } => format!("{count} client{}", if *count == 1 { "" } else { "s" }),
             Self::Agents { count, instructions, turns } => {
-                format!("{count} agents, {instructions} shared tokens, {turns} turns")
+                format!(
+                    "{count} agent{}, {instructions} shared tokens, {turns} turns",
+                    if *count == 1 { "" } else { "s" }
+                )
             }
         }
     }

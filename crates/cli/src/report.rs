@@ -18,6 +18,28 @@ pub(crate) fn write_json(target: &Path, report: &impl Serialize) -> Result<()> {
     }
 }
 
+/// As [`write_json`], of what took long to measure: if it cannot be written where it should go, it is left in the folder for
+/// temporary files, and the error says where.
+pub(crate) fn write_record(target: &Path, record: &impl Serialize) -> Result<()> {
+    write_json(target, record).map_err(|error| {
+        let path = std::env::temp_dir().join(format!("troika-record-{}.json", std::process::id()));
+        match write_json(&path, record) {
+            Ok(()) => error.context(format!("the record is in {} instead", path.display())),
+            Err(second) => error.context(format!("the record is lost: {second:#}")),
+        }
+    })
+}
+
+/// Fails if `target`, which `flag` names, cannot be written: before the work whose result is to go there.
+pub(crate) fn check_writable(flag: &str, target: &Path) -> Result<()> {
+    if target == Path::new("-") {
+        return Ok(());
+    }
+    anyhow::ensure!(!target.is_dir(), "{flag}: {} is a folder", target.display());
+    // It is made beside its place and goes away again.
+    WholeFile::create(target).map(drop).with_context(|| flag.to_owned())
+}
+
 /// Writes a file so that nobody ever sees half of it.
 pub(crate) fn write_whole(target: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = WholeFile::create(target)?;
@@ -108,4 +130,21 @@ pub(crate) fn median(values: &[f64]) -> Option<f64> {
 pub(crate) fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to standard output")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_record_survives_a_full_disk() {
+        let error = format!("{:#}", write_record(Path::new("/dev/full"), &[1, 2]).expect_err("the device is full"));
+        let (_, rest) = error.split_once("the record is in ").expect(&error);
+        let (path, rest) = rest.split_once(" instead: ").expect(&error);
+        assert!(rest.starts_with("cannot write /dev/full"), "{error}");
+        let record: Vec<u32> = serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON");
+        fs::remove_file(path).expect("it is there");
+        assert_eq!(record, [1, 2]);
+    }
 }

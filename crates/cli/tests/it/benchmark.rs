@@ -146,10 +146,37 @@ fn reports_are_written_and_compared() {
     // Two arms, and in each a step with a shared expert in every layer.
     assert_eq!((spans("prompt"), spans("answer")), (2, 2), "{events}");
     assert!(spans("shared expert") >= 2 && spans("shared expert").is_multiple_of(2), "{events}");
+    // The same reports again, of the record alone.
+    let again = [scratch.arg("b.html"), scratch.arg("b.md"), scratch.arg("b.trace")];
+    let outputs = ["--html", &again[0], "--markdown", &again[1], "--trace", &again[2]];
+    let second = troika(&[&["bench", "report", &json][..], &outputs].concat()).ok().stdout;
+    assert_eq!(second, table);
+    assert_eq!(again.map(|path| read(&path)), [page, read(&markdown), read(&trace)]);
     let compared = troika(&["bench", "compare", &json, &json, "--fail-if-slower"]).ok().stdout;
     assert!(compared.contains("no difference (") && compared.contains("The program is the same"), "{compared}");
     let other = scratch.write("other.json", br#"{"schema": "troika-bench", "version": 99}"#);
     troika(&["bench", "compare", &json, &other]).fails(1, &["other.json", "version 99"]);
+    troika(&["bench", "report", &other]).fails(1, &["other.json", "version 99"]);
+}
+
+/// Nothing is measured whose result could not be kept.
+#[test]
+fn reports_that_cannot_be_written_are_refused_at_once() {
+    let scratch = Scratch::new();
+    let model = scratch.arg("model");
+    let (nowhere, page) = (scratch.arg("missing/page.html"), scratch.arg("page.html"));
+    let bench = ["bench", "--model", &model, "--rounds", "3"];
+    for flag in ["--json", "--html", "--markdown", "--trace"] {
+        let refused = troika(&[&bench[..], &[flag, &nowhere]].concat());
+        let stderr = refused.fails(1, &[flag, "cannot write", "page.html"]).stderr;
+        assert!(!stderr.contains("round 1"), "{stderr}");
+    }
+    troika(&[&bench[..], &["--json", &page, "--html", &page]].concat()).fails(1, &["--json and --html both name"]);
+    troika(&[&bench[..], &["--html", &model]].concat()).fails(1, &["--html", "is a folder"]);
+    troika(&["bench", "load", "--model", &model, "--json", &nowhere]).fails(1, &["--json", "cannot write"]);
+    let long = ["bench", "load", "--model", &model, "--agents", "1", "--turns", "1000", "--prompt-lengths", "4096"];
+    troika(&long).fails(1, &["1 agent, 2048 shared tokens", "do not fit the context"]);
+    assert!(!std::path::Path::new(&page).exists(), "trying leaves nothing behind");
 }
 
 #[cfg(unix)]

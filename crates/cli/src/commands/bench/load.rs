@@ -16,7 +16,7 @@ use troika_bench::server::{Launch, Server};
 
 use super::{stop_flag, subject};
 use crate::progress;
-use crate::report::{print, write_json};
+use crate::report::{check_writable, print, write_record};
 
 /// Loading may take so long.
 const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
@@ -79,6 +79,7 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    args.json.iter().try_for_each(|path| check_writable("--json", path))?;
     let levels = levels(args)?;
     let opened = subject::open(args.model.clone(), args.class, args.corpus)?;
     for traffic in &levels {
@@ -144,11 +145,12 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     }
     steps.end();
     record.host_end = HostState::now();
-    if let Some(path) = &args.json {
-        write_json(path, &record)?;
-    }
+    // The table first: it is there even if the file cannot be written.
     if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {
         print(&record.table())?;
+    }
+    if let Some(path) = &args.json {
+        write_record(path, &record)?;
     }
     match record.incomplete {
         None if record.failed() > 0 => bail!("{} requests failed, see above", record.failed()),

@@ -1,6 +1,5 @@
 //! The matrix of checkpoints, drafter, lengths and arms: flags to settings, and reports to where they are wanted.
 
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
@@ -10,11 +9,10 @@ use troika_base::NumericClass;
 use troika_bench::arm::{Arm, Feature, Geometry};
 use troika_bench::corpus::Corpus;
 use troika_bench::record::{Fit, Length, Record, Regime, Settings};
-use troika_bench::report;
 use troika_bench::run::{self, Setup, Subject};
 
+use super::outputs::Outputs;
 use super::{stop_flag, subject};
-use crate::report::{print, write_json, write_whole};
 use crate::{progress, tuning};
 
 /// Prompt tokens in one step of `troika serve`, unless it is told otherwise.
@@ -98,18 +96,8 @@ pub(crate) struct Args {
     /// A made-up feature in place of arm C, to test the benchmark itself.
     #[arg(long, value_enum, hide = true, conflicts_with_all = ["npu", "tuning"])]
     self_test: Option<SelfTest>,
-    /// Write the record as JSON to FILE, or to standard output with `-`, then without the table.
-    #[arg(long, value_name = "FILE|-")]
-    json: Option<PathBuf>,
-    /// Write the report as Markdown.
-    #[arg(long, value_name = "FILE")]
-    markdown: Option<PathBuf>,
-    /// Write the report as one HTML page with plots.
-    #[arg(long, value_name = "FILE")]
-    html: Option<PathBuf>,
-    /// Write the phases of requests as a trace for Chrome or Perfetto.
-    #[arg(long, value_name = "FILE")]
-    trace: Option<PathBuf>,
+    #[command(flatten)]
+    outputs: Outputs,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -185,28 +173,14 @@ impl Defaults {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    args.outputs.check()?;
     let setup = setup(args)?;
     let stop = stop_flag()?;
     let mut steps = progress::Steps::new();
     let mut tell = |progress: &run::Progress| steps.show(progress.done, progress.of, &progress.what);
     let record = run::run(&setup, &stop, &mut tell)?;
     steps.end();
-    let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
-    if let Some(path) = &args.json {
-        write_json(path, &record)?;
-    }
-    if let Some(path) = &args.markdown {
-        write_whole(path, report::markdown::render(&record).as_bytes())?;
-    }
-    if let Some(path) = &args.html {
-        write_whole(path, report::html::render(&record)?.as_bytes())?;
-    }
-    if let Some(path) = &args.trace {
-        write_json(path, &report::trace::render(&record))?;
-    }
-    if !to_stdout {
-        print(&report::table::render(&record, std::io::stdout().is_terminal()))?;
-    }
+    args.outputs.write(&record)?;
     code(args, &record, stop.load(Ordering::Relaxed))
 }
 

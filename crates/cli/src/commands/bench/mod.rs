@@ -5,6 +5,8 @@ mod cross_check;
 mod in_process;
 mod load;
 mod matrix;
+mod outputs;
+mod report;
 pub(super) mod subject;
 
 use std::process::ExitCode;
@@ -30,6 +32,7 @@ pub(crate) struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum Command {
     Compare(compare::Args),
+    Report(report::Args),
     Load(load::Args),
     InProcess(in_process::Args),
     CrossCheck(cross_check::Args),
@@ -39,6 +42,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     match &args.command {
         None => matrix::run(&args.matrix),
         Some(Command::Compare(args)) => compare::run(args),
+        Some(Command::Report(args)) => report::run(args),
         Some(Command::Load(args)) => load::run(args),
         Some(Command::InProcess(args)) => in_process::run(args),
         Some(Command::CrossCheck(args)) => cross_check::run(args),
