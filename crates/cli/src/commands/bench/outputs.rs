@@ -49,7 +49,7 @@ impl Pages {
         check(self.targets())?;
         let mut errors = self.write(record);
         errors.extend(print_table(record).err());
-        one_error(errors)
+        one_error(&errors)
     }
 }
 
@@ -83,7 +83,7 @@ impl Outputs {
         if !to_stdout {
             errors.extend(print_table(record).err());
         }
-        one_error(errors)
+        one_error(&errors)
     }
 }
 
@@ -106,7 +106,7 @@ fn check<'a>(targets: impl Iterator<Item = (&'static str, &'a Path)>) -> Result<
 }
 
 /// All errors in one.
-fn one_error(errors: Vec<anyhow::Error>) -> Result<()> {
+fn one_error(errors: &[anyhow::Error]) -> Result<()> {
     if errors.is_empty() {
         return Ok(());
     }
