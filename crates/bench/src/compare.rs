@@ -1,11 +1,15 @@
 //! Two records side by side: across commits, settings or machines. A record of a failed feature is not compared as hybrid.
 
 use crate::arm::ArmName;
-use crate::record::{Cell, Experiment, Record};
+use crate::record::{Cell, CellArm, Experiment, Record};
 use crate::report::markdown::markdown_table;
 use crate::report::table::align;
-use crate::report::{gain, length, rate, thousands};
+use crate::report::{gain, length, rate, start, thousands};
 use crate::stats::{Difference, Verdict};
+
+/// What a rate is of.
+const PROMPT: &str = "prompt";
+const ANSWER: &str = "answer";
 
 /// How two records differ.
 #[derive(Debug)]
@@ -20,45 +24,92 @@ pub struct Comparison {
 impl Comparison {
     /// `second` over `first`, cell by cell.
     pub fn of(first: &Record, second: &Record) -> Self {
-        let mut rows =
-            vec![["model", "prompt", "arm", "first", "second", "second over first"].map(str::to_owned).to_vec()];
-        let (mut notes, mut any_slower) = (notes(first, second), false);
-        for (experiment, cell, other) in pairs(first, second) {
-            if cell.ids_sha256 != other.ids_sha256 {
-                let what = format!("{}, {}", experiment.model.name, length(cell));
-                notes
-                    .push(format!("{what}: other prompts (another tokenizer, corpus or number of repeats), left out."));
+        let head = ["model", "prompt", "arm", "tokens of the", "first", "second", "second over first"];
+        let mut comparison =
+            Self { rows: vec![head.map(str::to_owned).to_vec()], notes: notes(first, second), any_slower: false };
+        if first.settings.regime == second.settings.regime {
+            pairs(first, second).for_each(|(experiment, other)| comparison.experiment(experiment, other));
+        }
+        // Answers of other lengths are at other positions.
+        if first.settings.generate != second.settings.generate {
+            let (tokens, others) = (first.settings.generate, second.settings.generate);
+            comparison.rows.retain(|row| row[3] != ANSWER);
+            comparison.notes.push(format!("Answers of {tokens} against {others} tokens: left out."));
+        }
+        if comparison.rows.len() == 1 {
+            comparison.notes.push("No model, length and arm is in both records.".to_owned());
+        }
+        comparison
+    }
+
+    fn experiment(&mut self, experiment: &Experiment, other: &Experiment) {
+        let (model, with) = (&experiment.model, &other.model);
+        if model.class != with.class {
+            self.notes.push(format!("{}: class {} against {}, left out.", model.name, model.class, with.class));
+            return;
+        }
+        if model.weights_sha256 != with.weights_sha256 {
+            self.notes.push(format!(
+                "{}: other weights, by their digests {} and {}. (Those of large checkpoints differ from disk to disk.)",
+                model.name,
+                start(&model.weights_sha256),
+                start(&with.weights_sha256)
+            ));
+        }
+        for arm in &experiment.arms {
+            let Some(same) = other.arms.iter().find(|same| same.arm.name == arm.arm.name) else { continue };
+            if arm.arm.args != same.arm.args {
+                let (args, others) = (arm.arm.args.join(" "), same.arm.args.join(" "));
+                let letter = arm.arm.name.letter();
+                self.notes.push(format!("{}: arm {letter} was started with `{args}` and `{others}`.", model.name));
+            }
+        }
+        for cell in &experiment.cells {
+            if let Some(twin) = other.cells.iter().find(|twin| twin.length == cell.length) {
+                self.cell(&model.name, cell, twin);
+            }
+        }
+    }
+
+    fn cell(&mut self, model: &str, cell: &Cell, other: &Cell) {
+        let length = length(cell);
+        if cell.ids_sha256 != other.ids_sha256 {
+            self.notes.push(format!(
+                "{model}, {length}: other prompts (another tokenizer, corpus or number of repeats), left out."
+            ));
+            return;
+        }
+        if cell.void.is_some() || other.void.is_some() {
+            self.notes.push(format!("{model}, {length}: VOID, left out."));
+            return;
+        }
+        for arm in &cell.arms {
+            let Some(same) = other.arm(arm.arm) else { continue };
+            if arm.arm == ArmName::C && !both_hybrid(cell, other) {
+                self.notes.push(format!("{model}, {length}: arm C is not hybrid in both records, left out."));
                 continue;
             }
-            for arm in &cell.arms {
-                let Some(same) = other.arm(arm.arm) else { continue };
-                if arm.arm == ArmName::C && !both_hybrid(cell, other) {
-                    let what = format!("{}, {}", experiment.model.name, length(cell));
-                    notes.push(format!("{what}: arm C is not hybrid in both records, left out."));
+            let decode = |arm: &CellArm| arm.samples.iter().map(|sample| sample.decode_tps).collect::<Vec<_>>();
+            let rates = [
+                (PROMPT, arm.prefill_rates(), same.prefill_rates(), arm.prefill_tps, same.prefill_tps),
+                (ANSWER, decode(arm), decode(same), arm.decode_tps, same.decode_tps),
+            ];
+            for (what, of, others, tps, other_tps) in rates {
+                if [&of, &others].iter().any(|rates| rates.contains(&0.0)) {
                     continue;
                 }
-                let difference = Difference::of(&same.prefill_rates(), &arm.prefill_rates());
-                any_slower |= difference.is_some_and(|difference| difference.verdict == Verdict::Slower);
-                rows.push(vec![
-                    experiment.model.name.clone(),
-                    length(cell),
-                    arm.arm.letter().to_owned(),
-                    rate(&arm.prefill_tps),
-                    rate(&same.prefill_tps),
-                    gain(&difference),
-                ]);
+                let difference = Difference::of(&others, &of);
+                self.any_slower |= difference.is_some_and(|difference| difference.verdict == Verdict::Slower);
+                let words = [model, &length, arm.arm.letter(), what].map(str::to_owned);
+                self.rows.push([&words[..], &[rate(&tps), rate(&other_tps), gain(&difference)]].concat());
             }
         }
-        if rows.len() == 1 {
-            notes.push("No model, length and arm is in both records.".to_owned());
-        }
-        Self { rows, notes, any_slower }
     }
 
     /// For the terminal.
     pub fn table(&self) -> String {
         let notes: String = self.notes.iter().map(|note| format!("  {note}\n")).collect();
-        format!("Prompt tokens computed per second (median, 95 % interval)\n{}{notes}", align(&self.rows))
+        format!("Tokens per second (median, 95 % interval)\n{}{notes}", align(&self.rows))
     }
 
     /// As Markdown.
@@ -68,21 +119,13 @@ impl Comparison {
     }
 }
 
-/// Cells of the same model, drafter and length.
-fn pairs<'a>(first: &'a Record, second: &'a Record) -> impl Iterator<Item = (&'a Experiment, &'a Cell, &'a Cell)> {
-    let twin = |experiment: &Experiment| {
+/// Experiments with the same model and drafter.
+fn pairs<'a>(first: &'a Record, second: &'a Record) -> impl Iterator<Item = (&'a Experiment, &'a Experiment)> {
+    first.experiments.iter().filter_map(|experiment| {
         let same =
             |other: &&Experiment| other.model.name == experiment.model.name && other.drafter == experiment.drafter;
-        second.experiments.iter().find(same)
-    };
-    first.experiments.iter().filter_map(move |experiment| Some((experiment, twin(experiment)?))).flat_map(
-        |(experiment, other)| {
-            let cells = experiment.cells.iter().filter_map(|cell| {
-                Some((experiment, cell, other.cells.iter().find(|twin| twin.length == cell.length)?))
-            });
-            cells.collect::<Vec<_>>()
-        },
-    )
+        Some((experiment, second.experiments.iter().find(same)?))
+    })
 }
 
 fn both_hybrid(cell: &Cell, other: &Cell) -> bool {
@@ -90,7 +133,11 @@ fn both_hybrid(cell: &Cell, other: &Cell) -> bool {
 }
 
 fn notes(first: &Record, second: &Record) -> Vec<String> {
-    let mut notes = Vec::new();
+    let called = |record: &Record| {
+        let label = record.label.as_deref().unwrap_or("without a --label");
+        format!("{label} ({}, {})", record.program.version, start(&record.program.sha256))
+    };
+    let mut notes = vec![format!("First: {}. Second: {}.", called(first), called(second))];
     let (facts, others) = (&first.host.facts, &second.host.facts);
     if facts != others {
         let cpu = |facts: &crate::host::HostFacts| {
@@ -112,7 +159,7 @@ fn notes(first: &Record, second: &Record) -> Vec<String> {
     }
     if first.settings.regime != second.settings.regime {
         let (regime, other) = (first.settings.regime.name(), second.settings.regime.name());
-        notes.push(format!("Regime {regime} against {other}: not comparable."));
+        notes.push(format!("Regime {regime} against {other}: not comparable, so nothing is."));
     }
     for record in [first, second] {
         notes.extend(record.incomplete.iter().map(|why| format!("INCOMPLETE: {why}.")));

@@ -14,6 +14,9 @@ const EXPECTED_FALLBACKS: [&str; 3] = ["rows_below_tail_threshold", "rows_zero",
 /// What one request, or many together, say.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evidence {
+    /// Requests with a record.
+    #[serde(default)]
+    pub requests: u64,
     /// Operations that should have been dispatched, by kind of projection.
     pub planned: BTreeMap<String, u64>,
     /// Operations that were accepted by an engine.
@@ -76,10 +79,12 @@ impl Engagement {
 }
 
 impl Evidence {
-    /// Of one request with `rows` prompt tokens to compute, the last of which is decoded; `record` is what the server
-    /// answers for it.
-    pub fn of_request(record: &Value, rows: usize, tile: usize) -> Self {
-        let mut evidence = Self { tiles_in_prompts: (rows.saturating_sub(1) / tile.max(1)) as u64, ..Self::default() };
+    /// Of one request with a prompt of `tokens`, the last of which is decoded, `cached` of them kept from before; `record` is
+    /// what the server answers for it.
+    pub fn of_request(record: &Value, tokens: usize, cached: usize, tile: usize) -> Self {
+        // Chunks end at multiples of a tile, also after a hit that does not.
+        let tiles = (tokens.saturating_sub(1) / tile.max(1)).saturating_sub(cached.div_ceil(tile.max(1)));
+        let mut evidence = Self { requests: 1, tiles_in_prompts: tiles as u64, ..Self::default() };
         // Chunks belong to an answer, of which a benchmark asks for one.
         for chunk in record["choices"][0]["chunks"].as_array().into_iter().flatten() {
             let width = chunk["tokens"].as_u64().unwrap_or(0) as usize;
@@ -125,11 +130,17 @@ impl Evidence {
         sum(&mut self.fallbacks, &other.fallbacks);
         sum(&mut self.narrowed_by, &other.narrowed_by);
         other.widths.iter().for_each(|(width, count)| *self.widths.entry(*width).or_default() += count);
+        self.requests += other.requests;
         self.tiles_in_prompts += other.tiles_in_prompts;
         self.tiles_in_chunks += other.tiles_in_chunks;
         self.missing += other.missing;
         self.simulated += other.simulated;
         self.deviating += other.deviating;
+    }
+
+    /// True if no prompt was computed in more than one chunk, so that none was in flight beside another.
+    pub fn is_one_chunk_each(&self) -> bool {
+        self.requests > 0 && self.widths.values().sum::<u64>() <= self.requests
     }
 
     /// What the runs that left this may be called.
@@ -210,14 +221,33 @@ mod tests {
 
     #[test]
     fn hybrid_is_what_was_dispatched_as_planned() {
-        let evidence = Evidence::of_request(&record(128, 4, 4, &json!({"rows_below_tail_threshold": 2})), 129, 64);
+        let evidence = Evidence::of_request(&record(128, 4, 4, &json!({"rows_below_tail_threshold": 2})), 129, 0, 64);
         assert_eq!(evidence.engagement(), Engagement::Hybrid);
         assert_eq!((evidence.tiles_in_prompts, evidence.tiles_in_chunks), (2, 2));
     }
 
     #[test]
+    fn a_hit_in_the_middle_of_a_tile_leaves_whole_tiles_after_it() {
+        let tiles = |tokens, cached| Evidence::of_request(&json!({}), tokens, cached, 512).tiles_in_prompts;
+        // 768 to 1,024, two tiles, and the rest.
+        assert_eq!((tiles(2049, 0), tiles(2049, 768), tiles(2048, 768)), (4, 2, 1));
+        assert_eq!((tiles(2049, 1024), tiles(2049, 2048), tiles(600, 599)), (2, 0, 0));
+    }
+
+    #[test]
+    fn one_chunk_has_nothing_beside_it() {
+        let mut evidence = Evidence::of_request(&record(128, 4, 4, &json!({})), 129, 0, 64);
+        evidence.add(&Evidence::of_request(&record(128, 4, 4, &json!({})), 129, 0, 64));
+        assert!(evidence.is_one_chunk_each() && !Evidence::default().is_one_chunk_each());
+        let mut two = record(128, 4, 4, &json!({}));
+        two["choices"][0]["chunks"] = json!([{"tokens": 128}, {"tokens": 128}]);
+        evidence.add(&Evidence::of_request(&two, 257, 0, 64));
+        assert!(!evidence.is_one_chunk_each());
+    }
+
+    #[test]
     fn what_did_not_run_is_named() {
-        let of = |record: &Value, rows| Evidence::of_request(record, rows, 64).engagement();
+        let of = |record: &Value, tokens| Evidence::of_request(record, tokens, 0, 64).engagement();
         let state = of(&record(128, 4, 0, &json!({})), 129);
         assert!(matches!(&state, Engagement::NotEngaged { reasons } if reasons[0].contains("0 of 4")), "{state:?}");
         let state = of(&record(128, 4, 3, &json!({"latched": 1})), 129);
@@ -235,11 +265,11 @@ mod tests {
 
     #[test]
     fn sums_hide_no_shortfall() {
-        let mut sum = Evidence::of_request(&record(128, 4, 4, &json!({})), 129, 64);
-        sum.add(&Evidence::of_request(&record(128, 4, 0, &json!({})), 129, 64));
+        let mut sum = Evidence::of_request(&record(128, 4, 4, &json!({})), 129, 0, 64);
+        sum.add(&Evidence::of_request(&record(128, 4, 0, &json!({})), 129, 0, 64));
         assert_eq!(sum.engagement().label(), "DEGRADED 50.0 %");
-        let mut even = Evidence::of_request(&record(128, 4, 3, &json!({})), 129, 64);
-        even.add(&Evidence::of_request(&record(128, 4, 5, &json!({})), 129, 64));
+        let mut even = Evidence::of_request(&record(128, 4, 3, &json!({})), 129, 0, 64);
+        even.add(&Evidence::of_request(&record(128, 4, 5, &json!({})), 129, 0, 64));
         assert_eq!(even.engagement().reasons(), ["2 requests did not dispatch what was planned for them"]);
         sum.missing = 1;
         assert!(sum.engagement().reasons()[0].contains("no record of 1"));

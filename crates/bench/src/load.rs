@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use rand_chacha::ChaCha8Rng;
@@ -27,8 +27,6 @@ pub const VERSION: u32 = 1;
 const MAX_IN_FLIGHT: usize = 512;
 /// Reasons for failures that a level lists; further ones are counted together.
 const MAX_REASONS: usize = 8;
-/// Characters of a reason that are kept.
-const REASON_CHARS: usize = 300;
 
 /// How requests come.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -100,9 +98,8 @@ pub struct Level {
     pub completed: usize,
     /// Refused with a status, which an overloaded server should do.
     pub refused: BTreeMap<u16, usize>,
-    /// Broken in any other way, or not sent.
+    /// Broken in any other way, and by reason.
     pub failed: usize,
-    /// Why, and how often.
     #[serde(skip_serializing_if = "BTreeMap::is_empty", default)]
     pub failures: BTreeMap<String, usize>,
     /// From the first request to the last answer.
@@ -112,7 +109,7 @@ pub struct Level {
     pub itl_ms: Option<Percentiles>,
     /// Mean time of a token after the first, request by request.
     pub tpot_ms: Option<Percentiles>,
-    /// How much later than planned requests that arrive were sent: the benchmark's own fault, to be near zero.
+    /// How much later than planned requests were sent: the benchmark's own fault, to be near zero.
     pub late_ms: Option<Percentiles>,
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
@@ -160,6 +157,27 @@ impl Random {
     }
 }
 
+impl Traffic {
+    /// Tokens of the longest prompt that it has, and its answer.
+    pub fn longest(&self, shape: &Shape) -> usize {
+        let one = shape.prompt_tokens.iter().max().copied().unwrap_or(0);
+        shape.generate
+            + match self {
+                Self::Arrivals { .. } | Self::Clients { .. } => one,
+                Self::Agents { instructions, turns, .. } => instructions + turns * one,
+            }
+    }
+
+    /// Whether the corpus has enough for it, before anything is started.
+    ///
+    /// # Errors
+    ///
+    /// If it is too short.
+    pub fn check(&self, shape: &Shape, tokens: &Tokens) -> Result<(), BenchError> {
+        plan(self, shape, tokens).map(drop)
+    }
+}
+
 /// What each of the parallel clients of `traffic` sends; a client sends one thing after the other unless it has times.
 fn plan(traffic: &Traffic, shape: &Shape, tokens: &Tokens) -> Result<Vec<Vec<Planned>>, BenchError> {
     let mut random = Random(ChaCha8Rng::seed_from_u64(shape.seed));
@@ -204,13 +222,10 @@ fn plan(traffic: &Traffic, shape: &Shape, tokens: &Tokens) -> Result<Vec<Vec<Pla
 
 /// How one request went.
 enum Outcome {
-    Done {
-        answer: Box<Answer>,
-        late_s: f64,
-    },
+    Done { answer: Box<Answer>, late_s: f64 },
     Refused(u16),
-    /// With the reason.
     Failed(String),
+    Stopped,
 }
 
 /// Sends one level of traffic to a server that runs.
@@ -228,90 +243,61 @@ pub fn level(
     let clients = plan(traffic, shape, tokens)?;
     let (sender, outcomes) = channel();
     let start = Instant::now();
-    match traffic {
-        Traffic::Arrivals { .. } => arrive(client, &clients, shape.generate, start, stop, &sender),
-        Traffic::Clients { .. } | Traffic::Agents { .. } => take_turns(client, &clients, shape.generate, stop, &sender),
-    }
-    drop(sender);
-    let seconds = start.elapsed().as_secs_f64();
-    if stop.load(Ordering::Relaxed) {
-        return Err(BenchError::Interrupted);
-    }
-    let outcomes: Vec<Outcome> = outcomes.iter().collect();
-    Ok(summarize(traffic.clone(), shape.objective, seconds, &outcomes))
-}
-
-/// Each client sends one request after the other.
-fn take_turns(
-    client: &Client,
-    clients: &[Vec<Planned>],
-    generate: usize,
-    stop: &AtomicBool,
-    outcomes: &Sender<Outcome>,
-) {
+    let in_flight = &AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for requests in clients {
-            scope.spawn(move || {
-                for request in requests {
-                    if stop.load(Ordering::Relaxed) {
-                        break;
-                    }
-                    // The receiver outlives every client.
-                    let _ = outcomes.send(ask(client, &request.prompt, generate, 0.0));
-                }
-            });
-        }
-    });
-}
-
-/// Requests are sent when their time has come, whatever became of those before.
-fn arrive(
-    client: &Client,
-    clients: &[Vec<Planned>],
-    generate: usize,
-    start: Instant,
-    stop: &AtomicBool,
-    outcomes: &Sender<Outcome>,
-) {
-    let in_flight = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for request in clients.iter().flatten() {
-            let late_s = match wait_until(start, request.at.unwrap_or(0.0), stop) {
-                Some(late_s) => late_s,
-                None => break,
-            };
-            if in_flight.load(Ordering::Relaxed) >= MAX_IN_FLIGHT {
+            // One that comes at a time of its own is not there before.
+            if requests.first().is_some_and(|first| !wait_until(first.at, start, stop)) {
+                break;
+            }
+            let sender = sender.clone();
+            if in_flight.load(Ordering::Relaxed) == MAX_IN_FLIGHT {
                 // To wait for one to end would be traffic that slows down with the server.
-                let _ = outcomes.send(Outcome::Failed(format!("not sent: {MAX_IN_FLIGHT} requests are in flight")));
+                let _ = sender.send(Outcome::Failed(format!("not sent: {MAX_IN_FLIGHT} are on their way")));
                 continue;
             }
             in_flight.fetch_add(1, Ordering::Relaxed);
-            let in_flight = &in_flight;
             scope.spawn(move || {
-                let outcome = ask(client, &request.prompt, generate, late_s);
+                for request in requests {
+                    let outcome = send(client, &request, shape.generate, start, stop);
+                    let stopped = matches!(outcome, Outcome::Stopped);
+                    // The receiver outlives every client.
+                    let _ = sender.send(outcome);
+                    if stopped {
+                        break;
+                    }
+                }
                 in_flight.fetch_sub(1, Ordering::Relaxed);
-                let _ = outcomes.send(outcome);
             });
         }
     });
+    drop(sender);
+    let seconds = start.elapsed().as_secs_f64();
+    let outcomes: Vec<Outcome> = outcomes.iter().collect();
+    if stop.load(Ordering::Relaxed) {
+        return Err(BenchError::Interrupted);
+    }
+    Ok(summarize(traffic.clone(), shape.objective, seconds, &outcomes))
 }
 
-/// Waits until `at` seconds after `start`; returns how much later it was, or `None` if `stop` became true.
-fn wait_until(start: Instant, at: f64, stop: &AtomicBool) -> Option<f64> {
-    loop {
-        if stop.load(Ordering::Relaxed) {
-            return None;
-        }
-        let wait = at - start.elapsed().as_secs_f64();
+/// Until a request is to be sent; false if it must not be any more.
+fn wait_until(at: Option<f64>, start: Instant, stop: &AtomicBool) -> bool {
+    while !stop.load(Ordering::Relaxed) {
+        let wait = at.map_or(0.0, |at| at - start.elapsed().as_secs_f64());
         if wait <= 0.0 {
-            return Some(-wait);
+            return true;
         }
         std::thread::sleep(Duration::from_secs_f64(wait.min(0.1)));
     }
+    false
 }
 
-fn ask(client: &Client, prompt: &[u32], generate: usize, late_s: f64) -> Outcome {
-    match client.complete(&Ask { prompt, generate }) {
+fn send(client: &Client, request: &Planned, generate: usize, start: Instant, stop: &AtomicBool) -> Outcome {
+    if stop.load(Ordering::Relaxed) {
+        return Outcome::Stopped;
+    }
+    let late_s = request.at.map_or(0.0, |at| (start.elapsed().as_secs_f64() - at).max(0.0));
+    match client.complete(&Ask { prompt: &request.prompt, generate }) {
         Ok(answer) => Outcome::Done { answer: Box::new(answer), late_s },
         Err(BenchError::Refused { status, .. }) => Outcome::Refused(status),
         Err(error) => Outcome::Failed(error.to_string()),
@@ -326,10 +312,10 @@ fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[O
         match outcome {
             Outcome::Refused(status) => *refused.entry(*status).or_default() += 1,
             Outcome::Failed(why) => {
-                let why: String = why.chars().take(REASON_CHARS).collect();
-                let is_listed = failures.len() < MAX_REASONS || failures.contains_key(&why);
-                *failures.entry(if is_listed { why } else { "other reasons".to_owned() }).or_default() += 1;
+                let is_listed = failures.len() < MAX_REASONS || failures.contains_key(why);
+                *failures.entry(if is_listed { why.clone() } else { "other reasons".to_owned() }).or_default() += 1;
             }
+            Outcome::Stopped => {}
             Outcome::Done { answer, late_s } => {
                 let first_ms = answer.ttft_s().unwrap_or(answer.total_s) * 1e3;
                 let token_ms = answer.tpot_s().unwrap_or(0.0) * 1e3;
@@ -363,38 +349,39 @@ fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[O
     }
 }
 
-impl Level {
-    /// A line for each way in which requests were not answered.
-    fn troubles(&self) -> String {
-        let label = self.traffic.label();
-        let refused =
-            self.refused.iter().map(|(status, times)| format!("{label}: {times} refused with status {status}\n"));
-        let failed = self.failures.iter().map(|(why, times)| format!("{label}: {times} failed: {why}\n"));
-        refused.chain(failed).collect()
-    }
-}
-
 impl LoadRecord {
-    /// Requests that neither were answered nor refused.
-    pub fn failed(&self) -> usize {
-        self.levels.iter().map(|level| level.failed).sum()
-    }
-
     /// For the terminal.
     pub fn table(&self) -> String {
         let (model, objective) = (&self.model, self.shape.objective);
         let incomplete = self.incomplete.as_ref().map_or_else(String::new, |why| format!("INCOMPLETE: {why}\n"));
+        let devices = if self.devices.is_empty() { "no server".to_owned() } else { self.devices.join(" + ") };
         format!(
-            "{} ({}) on {}; {} tokens an answer; objective: first token within {} ms, {} ms per token\n{}{}{incomplete}",
+            "{} ({}) on {devices}; {} tokens an answer; objective: first token within {} ms, {} ms per token\n{}{}{incomplete}",
             model.name,
             model.class,
-            self.devices.join(" + "),
             self.shape.generate,
             objective.ttft_ms,
             objective.tpot_ms,
             align(&self.rows()),
-            self.levels.iter().map(Level::troubles).collect::<String>(),
+            self.not_answered()
         )
+    }
+
+    /// Why requests have no answer.
+    fn not_answered(&self) -> String {
+        let mut text = String::new();
+        for level in &self.levels {
+            let label = level.traffic.label();
+            let line = |(why, count): (String, &usize)| format!("  {label}: {count} requests {why}\n");
+            text.extend(level.refused.iter().map(|(status, count)| line((format!("refused with {status}"), count))));
+            text.extend(level.failures.iter().map(|(why, count)| line((format!("FAILED: {why}"), count))));
+        }
+        text
+    }
+
+    /// Requests that failed, not counting those that the server refused.
+    pub fn num_failed(&self) -> usize {
+        self.levels.iter().map(|level| level.failed).sum()
     }
 
     /// The first row names the columns.
@@ -464,6 +451,17 @@ mod tests {
     }
 
     #[test]
+    fn what_does_not_fit_is_known_before() {
+        let (shape, tokens) = (shape(), tokens());
+        assert_eq!(Traffic::Clients { count: 2 }.longest(&shape), 36);
+        let agents = Traffic::Agents { count: 2, instructions: 64, turns: 3 };
+        assert_eq!(agents.longest(&shape), 64 + 3 * 32 + 4);
+        assert!(agents.check(&shape, &tokens).is_ok());
+        let long = Traffic::Agents { count: 1, instructions: tokens.len() + 1, turns: 1 };
+        assert!(matches!(long.check(&shape, &tokens), Err(BenchError::CorpusTooShort { .. })));
+    }
+
+    #[test]
     fn agents_share_their_instructions_and_grow() {
         let traffic = Traffic::Agents { count: 3, instructions: 64, turns: 4 };
         let agents = plan(&traffic, &shape(), &tokens()).expect("enough");
@@ -489,33 +487,26 @@ mod tests {
             let answer = Box::new(Answer { id: "a".into(), pieces, total_s: ttft + 2.0 * gap, usage });
             Outcome::Done { answer, late_s: 0.0 }
         };
-        let outcomes = [
-            answer(0.05, 0.01),
-            answer(0.2, 0.01),
-            answer(0.05, 0.05),
-            Outcome::Refused(429),
-            Outcome::Failed("gone".into()),
-        ];
+        let failed = || Outcome::Failed("broken pipe".to_owned());
+        let outcomes = [answer(0.05, 0.01), answer(0.2, 0.01), answer(0.05, 0.05), Outcome::Refused(429), failed()];
         let level = summarize(Traffic::Clients { count: 1 }, shape().objective, 2.0, &outcomes);
         assert_eq!((level.completed, level.failed, level.met), (3, 1, 1));
-        assert_eq!(level.failures, BTreeMap::from([("gone".to_owned(), 1)]));
-        assert_eq!(level.troubles(), "1 client: 1 refused with status 429\n1 client: 1 failed: gone\n");
         assert_eq!(level.refused, BTreeMap::from([(429, 1)]));
+        assert_eq!(level.failures, BTreeMap::from([("broken pipe".to_owned(), 1)]));
         assert_eq!((level.goodput_per_second, level.cached_tokens), (0.5, 12));
         assert!((level.ttft_ms.expect("three").p50 - 50.0).abs() < 1e-9);
     }
 
     #[test]
     fn reasons_are_few_and_every_failure_is_counted() {
-        let outcomes: Vec<Outcome> = (0..20).map(|n| Outcome::Failed(format!("{n}{}", "x".repeat(1000)))).collect();
+        let outcomes: Vec<Outcome> = (0..20).map(|n| Outcome::Failed(n.to_string())).collect();
         let level = summarize(Traffic::Clients { count: 2 }, shape().objective, 1.0, &outcomes);
         assert_eq!((level.failed, level.failures.len()), (20, MAX_REASONS + 1));
         assert_eq!(level.failures["other reasons"], 20 - MAX_REASONS);
-        assert!(level.failures.keys().all(|why| why.len() <= REASON_CHARS));
     }
 
     #[test]
-    fn what_cannot_be_sent_fails_with_a_reason() {
+    fn what_is_not_answered_has_a_reason() {
         // A server that hangs up on everybody.
         let server = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let client = Client::new(&server.local_addr().expect("an address").to_string());

@@ -16,7 +16,7 @@ use crate::stats::{Difference, Interval};
 /// What `schema` says.
 pub const SCHEMA: &str = "troika-bench";
 /// Goes up when a member changes its meaning or goes away.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// One run of the matrix.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -27,6 +27,9 @@ pub struct Record {
     /// Why there is less than was asked for; absent if there is not.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub incomplete: Option<String>,
+    /// What the user calls it, such as a commit.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub label: Option<String>,
     pub program: Program,
     pub host: Host,
     pub settings: Settings,
@@ -120,6 +123,9 @@ pub struct ArmRecord {
     /// From the start of each process until it answered, loading and compiling included. Never part of a rate.
     pub load_s: Vec<f64>,
     pub peak_memory_bytes: Option<u64>,
+    /// Of that, what engines hold: programs, weights in their form, surfaces.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub engine_memory_bytes: Option<u64>,
     /// Where the time of one prompt goes.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub profile: Option<Profile>,
@@ -216,6 +222,9 @@ pub struct CellArm {
     pub decode_tps: Option<Interval>,
     /// What ran where, all samples together; absent where the server keeps no such record.
     pub evidence: Option<Evidence>,
+    /// It gave other tokens to some prompt in a later round.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub unstable: bool,
 }
 
 /// One process's median of one length.
@@ -226,17 +235,21 @@ pub struct Sample {
     pub place: usize,
     /// Prompt tokens that were computed, per second of computing them.
     pub prefill_tps: f64,
+    /// The same of all prompt tokens, where some were kept: what keeping them is worth, and no rate of computing.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub effective_prompt_tps: Option<f64>,
     /// Tokens of the prompt, and of them those that were kept from before; the latter are in no rate.
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
-    /// From the first step of the prompt to the first token.
+    /// From the first step of the prompt to the first token; of two prompts at once, until both have theirs.
     pub prefill_ms: f64,
-    /// Before that, in the engine's queue.
+    /// Before that, in the engine's queue; of two prompts at once, while neither was computed.
     pub queue_ms: f64,
-    /// By the client's clock, from sending the request to the first piece of text.
+    /// By the client's clock, from sending the request to the first piece of text, of the later one of two.
     pub ttft_ms: f64,
     /// Of `ttft_ms`, what is neither queue nor prompt: HTTP and JSON. Prompts are sent as ids, so nothing is tokenized.
     pub other_ms: f64,
+    /// Tokens after the first, per second; of two answers at once, while both are under way. 0 if they never were.
     pub decode_tps: f64,
     pub tpot_ms: f64,
     /// From the first piece of text to the end of the answer.
@@ -297,6 +310,12 @@ impl Record {
     /// The engagement of every cell with an arm C.
     pub fn engagements(&self) -> impl Iterator<Item = &Engagement> {
         self.experiments.iter().flat_map(|experiment| &experiment.cells).filter_map(|cell| cell.engagement.as_ref())
+    }
+
+    /// Cells that prove nothing.
+    pub fn num_void(&self) -> usize {
+        let cells = self.experiments.iter().flat_map(|experiment| &experiment.cells);
+        cells.filter(|cell| cell.void.is_some()).count()
     }
 
     /// True if arm C may be called hybrid everywhere.

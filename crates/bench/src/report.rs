@@ -8,7 +8,8 @@ pub mod trace;
 
 use crate::arm::ArmName;
 use crate::evidence::Engagement;
-use crate::record::{ArmRecord, Cell, Experiment, Fit, Record};
+use crate::host::HostState;
+use crate::record::{ArmRecord, Cell, Experiment, Fit, Record, Regime};
 use crate::stats::{Difference, Interval, Verdict, WANTED_HALF_WIDTH, median};
 
 /// Above this share, others may have disturbed a run.
@@ -30,8 +31,11 @@ pub(crate) fn thousands(number: usize) -> String {
 /// A rate and its interval.
 pub(crate) fn rate(interval: &Option<Interval>) -> String {
     let Some(Interval { median, low, high }) = interval else { return "-".to_owned() };
-    let digits = usize::from(*median < 100.0);
-    format!("{median:.digits$} ({low:.digits$} to {high:.digits$})")
+    let number = |value: f64| match *median < 100.0 {
+        true => format!("{value:.1}"),
+        false => thousands(value.round() as usize),
+    };
+    format!("{} ({} to {})", number(*median), number(*low), number(*high))
 }
 
 fn percent(ratio: f64) -> String {
@@ -90,6 +94,9 @@ pub(crate) fn caveats(experiment: &Experiment, record: &Record) -> Vec<String> {
         for reason in cell.engagement.iter().flat_map(|engagement| engagement.reasons()) {
             caveats.push(format!("{}: {reason}.", length(cell)));
         }
+        for arm in cell.arms.iter().filter(|arm| arm.unstable && cell.void.is_none()) {
+            caveats.push(format!("{}: arm {} gave other tokens in a later round.", length(cell), arm.arm.letter()));
+        }
         for check in cell.tokens.iter().filter(|check| check.equal < check.prompts) {
             caveats.push(format!(
                 "{}: arm {} gave the tokens of arm {} for {} of {} prompts; they parted after {} tokens at the earliest, {:.1} % lie before that.",
@@ -129,6 +136,124 @@ pub(crate) fn caveats(experiment: &Experiment, record: &Record) -> Vec<String> {
     caveats
 }
 
+/// What was found, in words, length by length.
+pub(crate) fn in_words(experiment: &Experiment) -> Vec<String> {
+    let has_feature = experiment.arms.iter().any(|arm| arm.arm.name == ArmName::C);
+    let line = |cell: &Cell| {
+        let length = length(cell);
+        if cell.void.is_some() {
+            return Some(format!("{length}: VOID, nothing can be said."));
+        }
+        let makes = |difference: &Difference| match difference.verdict {
+            Verdict::Faster | Verdict::Slower => {
+                let (percent, ratio) = ((difference.ratio.median - 1.0) * 100.0, difference.ratio.median);
+                format!("makes prompts {:.1} % {}", percent.abs(), if ratio > 1.0 { "faster" } else { "slower" })
+            }
+            Verdict::NoDifference => "makes no difference that could be seen".to_owned(),
+            Verdict::TooFewSamples => "had too few rounds to be judged".to_owned(),
+        };
+        let geometry = format!("the width of the chunks alone {}", makes(cell.geometry_gain.as_ref()?));
+        if !has_feature {
+            return Some(format!("{length}: {geometry}."));
+        }
+        let gain = cell.feature_gain.as_ref()?;
+        let feature = match &cell.engagement {
+            Some(engagement) if !engagement.is_hybrid() => {
+                format!("the feature is {}, so what it gained is not its own", engagement.label())
+            }
+            _ => format!("the feature {}", makes(gain)),
+        };
+        let cores = match cell.against_every_core.map(|difference| difference.verdict) {
+            Some(Verdict::Slower) => "; its cores would have gained more without it",
+            _ => "",
+        };
+        Some(format!("{length}: {feature}; {geometry}{cores}."))
+    };
+    experiment.cells.iter().filter_map(line).collect()
+}
+
+/// What helps to understand the numbers, in whole sentences.
+pub(crate) fn notes(experiment: &Experiment, record: &Record) -> Vec<String> {
+    let mut notes = Vec::new();
+    let arm = |name| experiment.arms.iter().find(|arm: &&ArmRecord| arm.arm.name == name);
+    if let (Some(a), Some(b)) = (arm(ArmName::A), arm(ArmName::B))
+        && a.arm.args == b.arm.args
+    {
+        notes.push("A and B are started alike, for stock chunks hold a tile: width can make no difference.".to_owned());
+    }
+    if arm(ArmName::C).is_none() {
+        let cores = match record.host.facts.cores {
+            1 => " This machine has one core, and a soft engine needs one of its own.",
+            _ => " Name engines with --npu.",
+        };
+        notes.push(format!("There is no arm C, since no engine takes part: only chunks were compared.{cores}"));
+    }
+    let is_one_chunk = |cell: &&Cell| {
+        let evidence = cell.arm(ArmName::C).and_then(|arm| arm.evidence.as_ref());
+        let is_hybrid = cell.engagement.as_ref().is_some_and(Engagement::is_hybrid);
+        is_hybrid && evidence.is_some_and(crate::evidence::Evidence::is_one_chunk_each)
+    };
+    let one_chunk: Vec<String> = experiment.cells.iter().filter(is_one_chunk).map(length).collect();
+    if !one_chunk.is_empty() {
+        notes.push(format!(
+            "{}: one chunk: nothing in flight beside it. While engines compute for it, the primary device has other work of this \
+             chunk alone; longer prompts, or a smaller --tile, show more.",
+            one_chunk.join(", ")
+        ));
+    }
+    if record.settings.regime == Regime::Service {
+        notes.push(
+            "Two prompts at a time: the rate is that of both, until the later one has its first token, and tokens after it are \
+             counted while both are under way."
+                .to_owned(),
+        );
+    }
+    notes
+}
+
+/// Which token ids were sent: the same to all arms.
+pub(crate) fn ids(experiment: &Experiment) -> String {
+    let of = |cell: &Cell| format!("{} {}", length(cell), start(&cell.ids_sha256));
+    let ids: Vec<String> = experiment.cells.iter().map(of).collect();
+    format!("Token ids, the same in all arms (start of their SHA-256): {}.", ids.join("; "))
+}
+
+/// Enough of a digest to tell it from others.
+pub(crate) fn start(digest: &str) -> &str {
+    digest.get(..16).unwrap_or(digest)
+}
+
+/// The machine, the program and what else the machine did.
+pub(crate) fn circumstances(record: &Record) -> String {
+    let (facts, program) = (&record.host.facts, &record.program);
+    let label = record.label.as_ref().map_or_else(String::new, |label| format!("{label}: "));
+    format!(
+        "{label}{} core{}, {}, {}; troika {} ({} build, SHA-256 {}). Host at the start: {}; at the end: {}.",
+        facts.cores,
+        if facts.cores == 1 { "" } else { "s" },
+        facts.cpu.as_deref().unwrap_or("unknown CPU"),
+        facts.os,
+        program.version,
+        program.build,
+        start(&program.sha256),
+        state(&record.host.start),
+        state(&record.host.end)
+    )
+}
+
+/// Load, frequency and memory in a few words.
+fn state(state: &HostState) -> String {
+    let parts = [
+        state.load_1m.map(|load| format!("load {load:.1}")),
+        state.cpu_mhz.map(|mhz| format!("{mhz:.0} MHz")),
+        state.available_memory_bytes.map(|bytes| format!("{} MB of memory free", thousands((bytes >> 20) as usize))),
+        state.memory_pressure.map(|share| format!("memory pressure {:.1} %", share * 100.0)),
+        state.cpu_pressure.map(|share| format!("CPU pressure {:.1} %", share * 100.0)),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    if parts.is_empty() { "unknown".to_owned() } else { parts.join(", ") }
+}
+
 /// A table with a heading; its first row names the columns.
 pub(crate) struct Table {
     pub(crate) heading: &'static str,
@@ -137,7 +262,8 @@ pub(crate) struct Table {
 
 /// All tables of an experiment, in the order in which they should be read.
 pub(crate) fn tables(experiment: &Experiment) -> Vec<Table> {
-    vec![what_ran(experiment), rates(experiment), differences(experiment), latencies(experiment)]
+    let tables = [what_ran(experiment), rates(experiment), differences(experiment), latencies(experiment)];
+    tables.into_iter().chain(kept(experiment)).collect()
 }
 
 fn what_ran(experiment: &Experiment) -> Table {
@@ -148,10 +274,15 @@ fn what_ran(experiment: &Experiment) -> Table {
             arm.arm.label.clone(),
             if arm.devices.is_empty() { "not run".to_owned() } else { arm.devices.join(" + ") },
             median(&arm.load_s).map_or_else(|| "-".to_owned(), |load| format!("{load:.1} s")),
-            arm.peak_memory_bytes.map_or_else(|| "-".to_owned(), |bytes| format!("{} MB", bytes >> 20)),
+            arm.peak_memory_bytes.map_or_else(|| "-".to_owned(), |bytes| memory(bytes, arm.engine_memory_bytes)),
         ]
     }));
     Table { heading: "What ran where", rows }
+}
+
+fn memory(peak_bytes: u64, engine_bytes: Option<u64>) -> String {
+    let engines = engine_bytes.map_or_else(String::new, |bytes| format!(", {} of engines", bytes >> 20));
+    format!("{} MB{engines}", thousands((peak_bytes >> 20) as usize))
 }
 
 fn rates(experiment: &Experiment) -> Table {
@@ -175,6 +306,10 @@ fn differences(experiment: &Experiment) -> Table {
         rows[0].push("against every core (C/P)".to_owned());
     }
     for cell in &experiment.cells {
+        let gain = |difference| match &cell.void {
+            Some(_) => "VOID".to_owned(),
+            None => gain(difference),
+        };
         let mut row = vec![length(cell), gain(&cell.geometry_gain)];
         if has(ArmName::C) {
             let state = cell.engagement.as_ref().map_or_else(|| "-".to_owned(), Engagement::label);
@@ -185,7 +320,7 @@ fn differences(experiment: &Experiment) -> Table {
         }
         rows.push(row);
     }
-    Table { heading: "What makes the difference", rows }
+    Table { heading: "What makes the difference (B over A: wider chunks; C over B: the feature)", rows }
 }
 
 fn latencies(experiment: &Experiment) -> Table {
@@ -200,6 +335,26 @@ fn latencies(experiment: &Experiment) -> Table {
         rows.push(row);
     }
     Table { heading: "As a client sees it (medians)", rows }
+}
+
+/// Where prompts found something: how much of them, and what that is worth.
+fn kept(experiment: &Experiment) -> Option<Table> {
+    let mut rows = vec![vec!["prompt".to_owned()]];
+    rows[0].extend(experiment.arms.iter().map(|arm| format!("{}: kept, all tokens/s", arm.arm.name.letter())));
+    let mut found = false;
+    for cell in &experiment.cells {
+        let mut row = vec![length(cell)];
+        row.extend(cell.arms.iter().map(|arm| {
+            let sum = |of: fn(&crate::record::Sample) -> usize| arm.samples.iter().map(of).sum::<usize>();
+            let (cached, all) = (sum(|s| s.cached_tokens), sum(|s| s.prompt_tokens));
+            let rates: Vec<f64> = arm.samples.iter().filter_map(|sample| sample.effective_prompt_tps).collect();
+            let Some(tps) = median(&rates) else { return "-".to_owned() };
+            found = true;
+            format!("{:.0} %, {}", cached as f64 / all.max(1) as f64 * 100.0, thousands(tps.round() as usize))
+        }));
+        rows.push(row);
+    }
+    found.then_some(Table { heading: "With what was kept from earlier prompts (no rate of computing)", rows })
 }
 
 /// Which arms gave the same tokens, by length.

@@ -4,7 +4,7 @@
 //! difference: see [`crate::stats`].
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -20,7 +20,7 @@ use crate::record::{
     ArmRecord, Cell, CellArm, Experiment, Host, Length, ModelFacts, Profile, ProfileEntry, Program, Record, Regime,
     SCHEMA, Sample, Settings, StepTimeline, TokenCheck, VERSION,
 };
-use crate::server::{Launch, Server};
+use crate::server::{Launch, Server, output};
 use crate::stats::{Difference, interval, median};
 
 /// Loading and compiling may take so long.
@@ -36,6 +36,8 @@ const RECORD_PATIENCE: Duration = Duration::from_secs(60);
 pub struct Setup {
     /// The `troika` program.
     pub program: PathBuf,
+    /// What the user calls this run.
+    pub label: Option<String>,
     pub settings: Settings,
     pub arms: Vec<Arm>,
     pub lengths: Vec<Length>,
@@ -71,12 +73,13 @@ pub struct Progress {
 /// is consent for.
 pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) -> Result<Record, BenchError> {
     let prompts: Vec<Prompts> = setup.subjects.iter().map(|s| Prompts::cut(s, setup)).collect::<Result<_, _>>()?;
-    let start = HostState::now();
+    let (start, started) = (HostState::now(), Instant::now());
     let mut record = Record {
         schema: SCHEMA.to_owned(),
         version: VERSION,
         created_unix_s: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs()),
         incomplete: None,
+        label: setup.label.clone(),
         program: Program::at(&setup.program)?,
         host: Host { facts: HostFacts::new(), start: start.clone(), end: start },
         settings: setup.settings.clone(),
@@ -86,13 +89,14 @@ pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) ->
     let mut progress =
         Progress { done: 0, of: measurable * setup.arms.len() * setup.settings.max_rounds, what: String::new() };
     for (subject, prompts) in setup.subjects.iter().zip(&prompts) {
-        let mut under_way = UnderWay::new(setup, subject, prompts);
+        let mut under_way = UnderWay::new(setup, subject, prompts, started);
         let ended = if subject.unavailable.is_none() { under_way.measure(stop, &mut progress, tell) } else { Ok(()) };
         record.experiments.push(under_way.into_experiment());
-        if let Err(error @ BenchError::NeedsConsent { .. }) = ended {
-            return Err(error);
-        }
         if let Err(error) = ended {
+            // What was measured of other models is not thrown away.
+            if matches!(error, BenchError::NeedsConsent { .. }) && record.experiments.len() == 1 {
+                return Err(error);
+            }
             record.incomplete = Some(error.to_string());
             break;
         }
@@ -162,22 +166,23 @@ struct UnderWay<'a> {
     setup: &'a Setup,
     subject: &'a Subject,
     prompts: &'a Prompts,
+    /// When the whole run began.
+    started: Instant,
     arms: Vec<ArmRecord>,
     /// By length, then by arm.
     cells: Vec<Vec<CellArm>>,
-    /// Pieces of the first answer to each prompt: by arm, length and repeat.
+    /// Pieces of the first answer to each prompt: by arm, length, and repeat, each of which asks two at most.
     texts: Vec<Vec<Vec<Vec<String>>>>,
-    /// The first answer of an arm that was not repeated in a later round.
-    unstable: Option<String>,
 }
 
 impl<'a> UnderWay<'a> {
-    fn new(setup: &'a Setup, subject: &'a Subject, prompts: &'a Prompts) -> Self {
+    fn new(setup: &'a Setup, subject: &'a Subject, prompts: &'a Prompts, started: Instant) -> Self {
         let arm = |arm: &Arm| ArmRecord {
             arm: arm.clone(),
             devices: Vec::new(),
             load_s: Vec::new(),
             peak_memory_bytes: None,
+            engine_memory_bytes: None,
             profile: None,
             step: None,
             warning: None,
@@ -189,15 +194,16 @@ impl<'a> UnderWay<'a> {
             ttft_ms: None,
             decode_tps: None,
             evidence: None,
+            unstable: false,
         };
         Self {
             setup,
             subject,
             prompts,
+            started,
             arms: setup.arms.iter().map(arm).collect(),
             cells: setup.lengths.iter().map(|_| setup.arms.iter().map(cell).collect()).collect(),
-            texts: vec![vec![vec![Vec::new(); setup.settings.repeats]; setup.lengths.len()]; setup.arms.len()],
-            unstable: None,
+            texts: vec![vec![vec![Vec::new(); 2 * setup.settings.repeats]; setup.lengths.len()]; setup.arms.len()],
         }
     }
 
@@ -253,16 +259,27 @@ impl<'a> UnderWay<'a> {
             with_cache_dir: settings.regime == Regime::Service,
             patience: LOAD_PATIENCE,
         };
-        let server = Server::start(&launch)?;
+        let server = Server::start(&launch, stop)?;
+        self.in_process(round, place, arm, &server, stop).map_err(|error| server.blame(error))
+    }
+
+    fn in_process(
+        &mut self,
+        round: usize,
+        place: usize,
+        arm: usize,
+        server: &Server,
+        stop: &AtomicBool,
+    ) -> Result<(), BenchError> {
         let warm_up = Ask { prompt: &self.prompts.warm_up, generate: 4 };
         let answer = server.client.complete(&warm_up)?;
         if round == 0 && place == 0 {
             self.check_consent(server.load_s, &answer)?;
         }
         for cell in 0..self.setup.lengths.len() {
-            self.length(round, place, arm, cell, &server, stop)?;
+            self.length(round, place, arm, cell, server, stop)?;
         }
-        let profile = if round == 0 { Some(self.profile(&server)?) } else { None };
+        let profile = if round == 0 { Some(self.profile(server)?) } else { None };
         let status = server.client.get("/troika/status")?;
         // The first of the engines' list is the primary device again.
         let engines = status["hybrid"]["devices"].as_array().into_iter().flatten().skip(1);
@@ -271,6 +288,8 @@ impl<'a> UnderWay<'a> {
         record.profile = profile.or(record.profile.take());
         record.devices = devices.map(|device| device.as_str().unwrap_or_default().to_owned()).collect();
         record.load_s.push(server.load_s);
+        let held = status["hybrid"]["bytes"].as_object();
+        record.engine_memory_bytes = held.map(|held| held.values().filter_map(Value::as_u64).sum());
         record.peak_memory_bytes = record.peak_memory_bytes.max(server.peak_memory_bytes());
         record.warning = server.warning().or(record.warning.take());
         Ok(())
@@ -289,7 +308,7 @@ impl<'a> UnderWay<'a> {
             (settings.min_sample_ms as f64 / 1e3 / once).max(1.0).ceil() * settings.repeats as f64 * (asked + answer)
         };
         let process = load_s + warm_up.total_s + self.setup.lengths.iter().map(cell).sum::<f64>();
-        let seconds = process * (settings.rounds * self.setup.arms.len()) as f64;
+        let seconds = process * (settings.rounds * self.setup.arms.len()) as f64 + self.started.elapsed().as_secs_f64();
         if seconds > most { Err(BenchError::NeedsConsent { minutes: (seconds / 60.0).ceil() as u64 }) } else { Ok(()) }
     }
 
@@ -318,7 +337,9 @@ impl<'a> UnderWay<'a> {
                     return Err(BenchError::Interrupted);
                 }
                 self.witness(arm, cell, server, &measured.answers);
-                self.compare_with_first(arm, cell, repeat, &measured.answers[0]);
+                for (which, answer) in measured.answers.iter().enumerate() {
+                    self.compare_with_first(arm, cell, 2 * repeat + which, answer);
+                }
                 computing_s += measured.computing_s;
                 samples.push(measured.sample(round, place, factor));
             }
@@ -343,17 +364,13 @@ impl<'a> UnderWay<'a> {
             return Ok(Measured { computing_s: prefill_s, queue_s, answers: vec![answer] });
         };
         server.client.complete(&Ask { generate: 1, ..ask(earlier) })?;
-        // Both at once: the time is a client's, until both have begun to answer.
         let both: Result<Vec<Answer>, BenchError> = std::thread::scope(|scope| {
             let asked = [&repeat.prompt, later].map(|prompt| scope.spawn(move || server.client.complete(&ask(prompt))));
             asked.into_iter().map(|thread| thread.join().expect("a request does not panic")).collect()
         });
         let answers = both?;
-        let computing_s = answers.iter().filter_map(Answer::ttft_s).fold(0.0, f64::max);
-        let mut queue_s = 0.0f64;
-        for answer in &answers {
-            queue_s = queue_s.max(engine_times(answer)?.queue_s);
-        }
+        let times = answers.iter().map(engine_times).collect::<Result<Vec<_>, _>>()?;
+        let (queue_s, computing_s) = together(&times);
         Ok(Measured { computing_s, queue_s, answers })
     }
 
@@ -385,19 +402,19 @@ impl<'a> UnderWay<'a> {
             if let Some(plan) = settings.feature.made_up_plan(rows, tile) {
                 record["plan"] = plan;
             }
-            evidence.add(&Evidence::of_request(&record, rows, tile));
+            let (tokens, cached) = (answer.usage.prompt_tokens, answer.usage.cached_tokens);
+            evidence.add(&Evidence::of_request(&record, tokens, cached, tile));
         }
     }
 
     /// The same arm must say the same in every round.
-    fn compare_with_first(&mut self, arm: usize, cell: usize, repeat: usize, answer: &Answer) {
+    fn compare_with_first(&mut self, arm: usize, cell: usize, prompt: usize, answer: &Answer) {
         let pieces: Vec<String> = answer.pieces.iter().map(|(_, text)| text.clone()).collect();
-        let first = &mut self.texts[arm][cell][repeat];
+        let first = &mut self.texts[arm][cell][prompt];
         if first.is_empty() {
             *first = pieces;
-        } else if *first != pieces {
-            let name = self.setup.arms[arm].name.letter();
-            self.unstable.get_or_insert(format!("arm {name} gave other tokens in a later round"));
+        } else {
+            self.cells[cell][arm].unstable |= *first != pieces;
         }
     }
 
@@ -429,7 +446,9 @@ impl<'a> UnderWay<'a> {
         for arm in &mut arms {
             arm.prefill_tps = of(arm, |sample| sample.prefill_tps);
             arm.ttft_ms = of(arm, |sample| sample.ttft_ms);
-            arm.decode_tps = of(arm, |sample| sample.decode_tps);
+            let decode: Vec<f64> =
+                arm.samples.iter().map(|sample| sample.decode_tps).filter(|tps| *tps > 0.0).collect();
+            arm.decode_tps = interval(&decode);
         }
         let rates = |name| arms.iter().find(|arm| arm.arm == name).map(CellArm::prefill_rates);
         let gain = |arm, base| Difference::of_rounds(&rates(arm)?, &rates(base)?);
@@ -439,9 +458,7 @@ impl<'a> UnderWay<'a> {
                 .into_iter()
                 .flatten()
                 .collect();
-        let must_agree = tokens.iter().find(|check| check.arm != ArmName::C && check.equal < check.prompts);
-        let void = must_agree
-            .map(|check| format!("arms {} and {} gave different tokens", check.against.letter(), check.arm.letter()));
+        let void = void(&arms, &tokens);
         let engaged = arms.iter().find(|arm| arm.arm == ArmName::C).filter(|arm| !arm.samples.is_empty());
         // A slow-down for a self-test claims nothing.
         let claims = !matches!(self.setup.settings.feature, Feature::Slower { .. });
@@ -454,7 +471,7 @@ impl<'a> UnderWay<'a> {
             feature_gain: gain(ArmName::C, ArmName::B),
             total_gain: gain(ArmName::C, ArmName::A),
             against_every_core: gain(ArmName::C, ArmName::P),
-            void: void.or_else(|| self.unstable.clone()),
+            void,
             engagement: engaged.filter(|_| claims).map(|arm| arm.evidence.clone().unwrap_or_default().engagement()),
             tokens,
             arms,
@@ -466,6 +483,34 @@ impl<'a> UnderWay<'a> {
         let pairs = self.texts[place(arm)?][cell].iter().zip(&self.texts[place(against)?][cell]);
         check_texts(arm, against, pairs.map(|(own, other)| (own.as_slice(), other.as_slice())))
     }
+}
+
+/// Why a cell proves nothing: arms of the same arithmetic must give the same tokens, every time. Engines of arm C may have another.
+fn void(arms: &[CellArm], tokens: &[TokenCheck]) -> Option<String> {
+    let differing = tokens.iter().find(|check| check.arm != ArmName::C && check.equal < check.prompts);
+    let differing = differing
+        .map(|check| format!("arms {} and {} gave different tokens", check.against.letter(), check.arm.letter()));
+    let unstable = arms.iter().find(|arm| arm.arm != ArmName::C && arm.unstable);
+    differing.or(unstable.map(|arm| format!("arm {} gave other tokens in a later round", arm.arm.letter())))
+}
+
+/// Of requests that were sent at once: how long neither was computed, and from then until all have their first token.
+fn together(times: &[EngineTimes]) -> (f64, f64) {
+    let queue_s = times.iter().map(|times| times.queue_s).fold(f64::INFINITY, f64::min);
+    let end_s = times.iter().map(|times| times.queue_s + times.prefill_s).fold(0.0, f64::max);
+    (queue_s, end_s - queue_s)
+}
+
+/// Tokens per second while all answers are under way; what came before or after is not counted. `None` if there is no such time.
+fn decoded_together(answers: &[Answer]) -> Option<f64> {
+    let begin = answers.iter().map(Answer::ttft_s).collect::<Option<Vec<_>>>()?.into_iter().fold(0.0, f64::max);
+    let end = answers.iter().map(|answer| answer.total_s).fold(f64::INFINITY, f64::min);
+    let tokens = answers.iter().map(|answer| {
+        let within = answer.pieces.iter().filter(|(at, _)| *at > begin && *at <= end).count();
+        // A piece may be several tokens.
+        within as f64 * answer.usage.completion_tokens as f64 / answer.pieces.len().max(1) as f64
+    });
+    (end > begin).then(|| tokens.sum::<f64>() / (end - begin))
 }
 
 fn check_texts<'a>(
@@ -507,18 +552,24 @@ impl Measured {
         let queue_ms = 1e3 * self.queue_s;
         let tpots: Vec<f64> = self.answers.iter().filter_map(Answer::tpot_s).collect();
         let tpot_s = factor * median(&tpots).unwrap_or(0.0);
+        let decode_tps = match self.answers.as_slice() {
+            [_] if tpot_s > 0.0 => 1.0 / tpot_s,
+            [_] => 0.0,
+            several => decoded_together(several).unwrap_or(0.0) / factor,
+        };
         let longest_gap = self.answers.iter().flat_map(Answer::gaps_s).fold(0.0, f64::max);
         Sample {
             round,
             place,
             prefill_tps: (prompt_tokens - cached_tokens) as f64 / (prefill_ms / 1e3),
+            effective_prompt_tps: (cached_tokens > 0).then(|| prompt_tokens as f64 / (prefill_ms / 1e3)),
             prompt_tokens,
             cached_tokens,
             prefill_ms,
             queue_ms,
             ttft_ms,
             other_ms: (ttft_ms - prefill_ms - queue_ms).max(0.0),
-            decode_tps: if tpot_s > 0.0 { self.answers.len() as f64 / tpot_s } else { 0.0 },
+            decode_tps,
             tpot_ms: 1e3 * tpot_s,
             answer_ms: 1e3 * factor * self.answers.iter().map(|a| a.total_s).fold(0.0, f64::max) - ttft_ms,
             longest_gap_ms: 1e3 * longest_gap,
@@ -534,6 +585,7 @@ fn middle(samples: &[Sample]) -> Sample {
     };
     Sample {
         prefill_tps: of(|s| s.prefill_tps),
+        effective_prompt_tps: median(&samples.iter().filter_map(|s| s.effective_prompt_tps).collect::<Vec<_>>()),
         prefill_ms: of(|s| s.prefill_ms),
         queue_ms: of(|s| s.queue_ms),
         ttft_ms: of(|s| s.ttft_ms),
@@ -576,8 +628,8 @@ fn timeline(
     command.args(["bench", "in-process"]).args(&model.args).args(&arm.args);
     command.args(["--rounds", "1", "--generate", "2", "--timeline", "--json", "-", "--prompt-lengths"]);
     // Two steps: the first of a sequence has nothing to attend to.
-    let output = command.arg((2 * width).to_string()).stdin(Stdio::null()).output();
-    let output = output.map_err(|source| BenchError::Start { program: program.to_owned(), source })?;
+    let output = output(command.arg((2 * width).to_string()))
+        .map_err(|source| BenchError::Start { program: program.to_owned(), source })?;
     if !output.status.success() {
         let (args, log) = (arm.args.join(" "), String::from_utf8_lossy(&output.stderr).into_owned());
         let why = format!("could not show a timeline: {}", output.status);
@@ -629,6 +681,52 @@ mod tests {
         }
     }
 
+    fn answer(first_s: f64, gap_s: f64, tokens: usize) -> Answer {
+        let pieces: Vec<_> = (0..tokens).map(|idx| (first_s + gap_s * idx as f64, "x".to_owned())).collect();
+        let usage = crate::client::Usage { completion_tokens: tokens, ..Default::default() };
+        Answer { id: "x".into(), total_s: pieces[tokens - 1].0, pieces, usage }
+    }
+
+    #[test]
+    fn two_at_once_are_rated_while_both_are_under_way() {
+        // The first waits 10 ms and is computed for 50, the second waits until then and takes 30 more.
+        let times = [(0.010, 0.050), (0.060, 0.030)].map(|(queue_s, prefill_s)| EngineTimes { queue_s, prefill_s });
+        let (queue_s, computing_s) = together(&times);
+        assert!((queue_s - 0.010).abs() < 1e-12 && (computing_s - 0.080).abs() < 1e-12, "{queue_s} {computing_s}");
+        // One answers from 1 to 5 s, the other from 3 to 7 s: both do for two seconds, with two and four tokens in them.
+        let both = [answer(1.0, 1.0, 5), answer(3.0, 0.5, 9)];
+        assert_eq!(decoded_together(&both), Some(3.0));
+        assert_eq!(decoded_together(&[answer(1.0, 0.1, 5), answer(3.0, 1.0, 5)]), None);
+        let measured = Measured { computing_s: 2.99, queue_s: 0.01, answers: both.to_vec() };
+        assert!((measured.sample(0, 0, 1.0).decode_tps - 3.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_cell_is_void_unless_arms_of_one_arithmetic_agree() {
+        let arm = |arm, unstable| CellArm {
+            arm,
+            samples: Vec::new(),
+            prefill_tps: None,
+            ttft_ms: None,
+            decode_tps: None,
+            evidence: None,
+            unstable,
+        };
+        let check = |arm, equal| TokenCheck {
+            arm,
+            against: ArmName::B,
+            prompts: 3,
+            equal,
+            first_divergence: None,
+            agreement: 0.5,
+        };
+        assert_eq!(void(&[arm(ArmName::A, false), arm(ArmName::C, true)], &[check(ArmName::C, 1)]), None);
+        let unstable = void(&[arm(ArmName::A, false), arm(ArmName::B, true)], &[check(ArmName::B, 3)]);
+        assert_eq!(unstable.as_deref(), Some("arm B gave other tokens in a later round"));
+        let differing = void(&[arm(ArmName::B, true)], &[check(ArmName::C, 0), check(ArmName::P, 2)]);
+        assert_eq!(differing.as_deref(), Some("arms B and P gave different tokens"));
+    }
+
     #[test]
     fn kept_tokens_are_in_no_rate() {
         let usage =
@@ -638,6 +736,7 @@ mod tests {
         let measured = Measured { computing_s: 0.2, queue_s: 0.05, answers: vec![answer] };
         let sample = measured.sample(1, 2, 1.0);
         assert!((sample.prefill_tps - 300.0).abs() < 1e-6, "{sample:?}");
+        assert!(sample.effective_prompt_tps.is_some_and(|tps| (tps - 500.0).abs() < 1e-6), "{sample:?}");
         assert!((sample.other_ms - 50.0).abs() < 1e-6 && (sample.decode_tps - 20.0).abs() < 1e-6, "{sample:?}");
         let slower = measured.sample(1, 2, 1.0 / 0.95);
         assert!((slower.prefill_tps - 285.0).abs() < 1e-6, "{slower:?}");

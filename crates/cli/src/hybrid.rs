@@ -234,6 +234,14 @@ impl NpuSpec {
         }
     }
 
+    /// Cores that it takes from the CPU, as far as its name says: those of ONNX Runtime are known when it runs.
+    pub(crate) fn soft_cores(&self) -> usize {
+        match self {
+            Self::Soft(options) | Self::Sim(options, ..) => options.cores * options.instances,
+            Self::Ort(_) => 0,
+        }
+    }
+
     /// True if no time with it is an engine's.
     pub(crate) fn is_simulated(&self) -> bool {
         matches!(self, Self::Sim(..))

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
 /// Writes `report` as JSON to `target`, where `-` is standard output.
@@ -30,14 +30,15 @@ pub(crate) fn write_record(target: &Path, record: &impl Serialize) -> Result<()>
     })
 }
 
-/// Fails if `target`, which `flag` names, cannot be written: before the work whose result is to go there.
-pub(crate) fn check_writable(flag: &str, target: &Path) -> Result<()> {
+/// Whether `target` can be written, before the work whose result is to go there: nothing of it is there afterwards that was
+/// not before.
+pub(crate) fn check_writable(target: &Path) -> Result<()> {
     if target == Path::new("-") {
         return Ok(());
     }
-    anyhow::ensure!(!target.is_dir(), "{flag}: {} is a folder", target.display());
-    // It is made beside its place and goes away again.
-    WholeFile::create(target).map(drop).with_context(|| flag.to_owned())
+    ensure!(!target.is_dir(), "cannot write {}: it is a folder", target.display());
+    // Who reads a pipe would take it for the end.
+    if target.exists() && !target.is_file() { Ok(()) } else { WholeFile::create(target).map(drop) }
 }
 
 /// Writes a file so that nobody ever sees half of it.

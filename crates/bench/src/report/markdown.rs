@@ -1,40 +1,19 @@
 //! The report as Markdown.
 
-use super::{caveats, same_tokens, tables, title};
-use crate::host::HostState;
+use super::{caveats, circumstances, ids, in_words, notes, same_tokens, tables, title};
 use crate::record::{Experiment, Record};
 
 /// The whole report.
 pub fn render(record: &Record) -> String {
     let mut text = record.experiments.iter().map(|experiment| one(experiment, record)).collect::<Vec<_>>().join("\n");
-    let (facts, settings) = (&record.host.facts, &record.settings);
+    let settings = &record.settings;
     text += &format!(
-        "\n{} cores, {}, {}; troika {} ({} build, SHA-256 {}); at least {} rounds, {} prompts a sample; state of the host: {} \
-         at the start, {} at the end.\n",
-        facts.cores,
-        facts.cpu.as_deref().unwrap_or("unknown CPU"),
-        facts.os,
-        record.program.version,
-        record.program.build,
-        &record.program.sha256[..record.program.sha256.len().min(16)],
+        "\n{} At least {} rounds, prompts of each length in a sample: {}.\n",
+        circumstances(record),
         settings.rounds,
-        settings.repeats,
-        state(&record.host.start),
-        state(&record.host.end),
+        settings.repeats
     );
     text
-}
-
-/// Load, frequency and pressure in a few words.
-pub(crate) fn state(state: &HostState) -> String {
-    let parts = [
-        state.load_1m.map(|load| format!("load {load:.1}")),
-        state.cpu_mhz.map(|mhz| format!("{mhz:.0} MHz")),
-        state.memory_pressure.map(|share| format!("memory pressure {:.1} %", share * 100.0)),
-        state.cpu_pressure.map(|share| format!("CPU pressure {:.1} %", share * 100.0)),
-    ];
-    let parts: Vec<String> = parts.into_iter().flatten().collect();
-    if parts.is_empty() { "unknown".to_owned() } else { parts.join(", ") }
 }
 
 fn one(experiment: &Experiment, record: &Record) -> String {
@@ -45,11 +24,18 @@ fn one(experiment: &Experiment, record: &Record) -> String {
     for caveat in caveats(experiment, record) {
         text += &format!("\n> {caveat}\n");
     }
+    text.push('\n');
+    for line in in_words(experiment) {
+        text += &format!("- {line}\n");
+    }
     for table in tables(experiment) {
         text += &format!("\n**{}**\n\n{}", table.heading, markdown_table(&table.rows));
     }
     for line in same_tokens(experiment) {
         text += &format!("\n{line}\n");
+    }
+    for note in notes(experiment, record).into_iter().chain([ids(experiment)]) {
+        text += &format!("\n{note}\n");
     }
     text
 }

@@ -92,7 +92,7 @@ pub fn profile(experiment: &Experiment) -> Result<Option<String>, BenchError> {
             *by_kind.entry(&entry.kind).or_default() += entry.ms;
             *devices.entry(&entry.device).or_default().entry(&entry.kind).or_default() += entry.ms;
         }
-        let name = |device: &str| format!("{}, device {device}", arm.arm.name.letter());
+        let name = |device: &str| format!("{} {}", arm.arm.name.letter(), device_name(device.parse().ok()));
         bars.extend(devices.into_iter().map(|(device, kinds)| (name(device), kinds)));
     }
     let kinds = longest_first(by_kind);
@@ -111,6 +111,15 @@ pub fn profile(experiment: &Experiment) -> Result<Option<String>, BenchError> {
     rows(&parts.collect::<Vec<_>>(), "milliseconds of device time")
 }
 
+/// What a device is, by its number.
+pub(crate) fn device_name(number: Option<u16>) -> String {
+    match number {
+        Some(0) => "primary".to_owned(),
+        Some(number) => format!("engine {number}"),
+        None => "unknown".to_owned(),
+    }
+}
+
 /// One prefill step of each arm: what ran when, device by device.
 ///
 /// # Errors
@@ -126,7 +135,7 @@ pub fn steps(experiment: &Experiment) -> Result<Option<String>, BenchError> {
     let mut bars: BTreeMap<(usize, u16), (String, Vec<Part>)> = BTreeMap::new();
     for (place, arm) in experiment.arms.iter().enumerate() {
         for span in arm.step.iter().flat_map(|step| &step.spans) {
-            let name = format!("{}, device {}", arm.arm.name.letter(), span.device);
+            let name = format!("{} {}", arm.arm.name.letter(), device_name(Some(span.device)));
             let color = color(&span.kind);
             let label = if color == MAX_KINDS { "others".to_owned() } else { span.kind.clone() };
             let part = Part { label, color, start: span.start_us / 1e3, end: span.end_us / 1e3 };

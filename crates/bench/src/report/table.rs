@@ -1,6 +1,6 @@
 //! The tables for the terminal.
 
-use super::{caveats, same_tokens, tables, title};
+use super::{caveats, circumstances, ids, in_words, notes, same_tokens, tables, title};
 use crate::record::{Experiment, Record};
 
 const RED: &str = "\x1b[31;1m";
@@ -9,10 +9,12 @@ const PLAIN: &str = "\x1b[0m";
 /// The whole report. With `color`, what is not as it should be is red.
 pub fn render(record: &Record, color: bool) -> String {
     let text = record.experiments.iter().map(|experiment| one(experiment, record)).collect::<Vec<_>>().join("\n");
+    let text = format!("{text}\n{}\n", circumstances(record));
     if color { redden(&text) } else { text }
 }
 
 fn one(experiment: &Experiment, record: &Record) -> String {
+    let lines = |lines: &[String]| lines.iter().map(|line| format!("  {line}\n")).collect::<String>();
     let mut text = format!("{}\n", title(experiment, record));
     if let Some(why) = &experiment.unavailable {
         return text + &format!("  {why}\n");
@@ -20,13 +22,13 @@ fn one(experiment: &Experiment, record: &Record) -> String {
     for table in tables(experiment) {
         text += &format!("\n{}\n{}", table.heading, align(&table.rows));
     }
-    for line in same_tokens(experiment) {
-        text += &format!("  {line}\n");
-    }
+    text += &lines(&same_tokens(experiment));
+    text += &format!("  {}\n\nIn words\n", ids(experiment));
+    text += &lines(&in_words(experiment));
+    text += &lines(&notes(experiment, record));
     let caveats = caveats(experiment, record);
     if !caveats.is_empty() {
-        text += "\nBefore you believe it\n";
-        text.extend(caveats.iter().map(|caveat| format!("  {caveat}\n")));
+        text += &format!("\nBefore you believe it\n{}", lines(&caveats));
     }
     text
 }

@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::plot::phases;
+use super::plot::{device_name, phases};
 use super::title;
 use crate::record::Record;
 
@@ -28,6 +28,11 @@ pub fn render(record: &Record) -> Value {
             let (model, letter) = (&experiment.model.name, arm.arm.name.letter());
             let name = format!("{model}, arm {letter}: {} tokens from position {}", step.tokens, step.position);
             events.push(json!({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}));
+            let devices: std::collections::BTreeSet<u16> = step.spans.iter().map(|span| span.device).collect();
+            for device in devices {
+                let args = json!({"name": device_name(Some(device))});
+                events.push(json!({"ph": "M", "pid": pid, "tid": device, "name": "thread_name", "args": args}));
+            }
             for span in &step.spans {
                 let (tid, name, ts, dur) = (span.device, &span.kind, span.start_us, span.end_us - span.start_us);
                 let args = json!({"layer": span.layer});

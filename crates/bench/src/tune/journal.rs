@@ -40,6 +40,8 @@ pub struct Journaled<R> {
     file: File,
     /// Answers of earlier runs that were not used yet.
     known: VecDeque<Line>,
+    /// Answers that were not known.
+    num_asked: usize,
 }
 
 impl<R: Rig> Journaled<R> {
@@ -74,17 +76,24 @@ impl<R: Rig> Journaled<R> {
         }
         let io = |error: std::io::Error| fault(error.to_string());
         let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(io)?;
-        file.set_len(whole.len() as u64).map_err(io)?;
+        if whole.len() < text.len() {
+            file.set_len(whole.len() as u64).map_err(io)?;
+        }
         if whole.is_empty() {
             let header = Header { schema: SCHEMA.to_owned(), version: VERSION, key: key.clone() };
             write(&mut file, &header).map_err(|error| fault(error.to_string()))?;
         }
-        Ok(Self { rig, path: path.to_owned(), file, known })
+        Ok(Self { rig, path: path.to_owned(), file, known, num_asked: 0 })
     }
 
     /// Answers that are there already.
     pub fn num_known(&self) -> usize {
         self.known.len()
+    }
+
+    /// Answers that this run had to measure.
+    pub fn num_asked(&self) -> usize {
+        self.num_asked
     }
 
     fn answer<T: Serialize + DeserializeOwned>(
@@ -99,6 +108,7 @@ impl<R: Rig> Journaled<R> {
             Some(line) => line,
             None => {
                 let answer = ask(&mut self.rig)?;
+                self.num_asked += 1;
                 let answer = serde_json::to_value(&answer).map_err(|error| fault(error.to_string()))?;
                 let line = Line { question, answer };
                 write(&mut self.file, &line).map_err(|error| fault(error.to_string()))?;

@@ -4,7 +4,7 @@
 //! verification has a process of its own.
 
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use crate::corpus::Tokens;
 use crate::evidence::Evidence;
 use crate::host::HostState;
 use crate::run::{engine_times, request_record};
-use crate::server::{Launch, Server};
+use crate::server::{Launch, Server, output};
 use crate::stats::median;
 
 /// Loading and compiling may take so long.
@@ -107,9 +107,9 @@ impl Served {
         let all = [self.setup.model.clone(), args.clone()].concat();
         let program = self.setup.program.clone();
         let launch = Launch { program, args: all, with_cache_dir: false, patience: LOAD_PATIENCE };
-        let server = Server::start(&launch)?;
+        let server = Server::start(&launch, &self.stop)?;
         let warm_up = self.setup.tokens.prompt(0, self.setup.geometry.tile * 2 + 1)?;
-        server.client.complete(&Ask { prompt: warm_up, generate: 1 })?;
+        server.client.complete(&Ask { prompt: warm_up, generate: 1 }).map_err(|error| server.blame(error))?;
         let load_s = server.load_s;
         Ok((args, server, load_s))
     }
@@ -150,7 +150,7 @@ impl Served {
             match request_record(server, &answer.id) {
                 Some(record) => {
                     digest = record["plan"]["digest"].as_str().map(str::to_owned);
-                    evidence.add(&Evidence::of_request(&record, len, tile));
+                    evidence.add(&Evidence::of_request(&record, len, 0, tile));
                 }
                 None => evidence.missing += 1,
             }
@@ -178,7 +178,8 @@ impl Served {
         let repeats = if pass.fresh { REPEATS } else { 1 };
         let mut samples = Vec::new();
         for len in &pass.prompts {
-            samples.push(self.sample(&server, arm, *len, repeats, std::mem::take(&mut load_s))?);
+            let sample = self.sample(&server, arm, *len, repeats, std::mem::take(&mut load_s));
+            samples.push(sample.map_err(|error| server.blame(error))?);
         }
         if !pass.fresh {
             self.keep(args, server);
@@ -218,9 +219,9 @@ impl Rig for Served {
         let mut args = [self.setup.model.clone(), self.engines(candidate)].concat();
         args.extend(["--threads".to_owned(), self.setup.threads[1].to_string()]);
         let mut command = Command::new(&self.setup.program);
-        command.arg("gate").args(&args).args(["--json", "-"]).stdin(Stdio::null());
+        command.arg("gate").args(&args).args(["--json", "-"]);
         let output =
-            command.output().map_err(|source| BenchError::Start { program: self.setup.program.clone(), source })?;
+            output(&mut command).map_err(|source| BenchError::Start { program: self.setup.program.clone(), source })?;
         self.check_stop()?;
         // A gate that is not passed ends with an error and says why in its report.
         let report: Value = serde_json::from_slice(&output.stdout).map_err(|_| BenchError::Server {

@@ -309,10 +309,13 @@ fn a_run_goes_on_from_its_journal() {
     // Of seven passes, the last is only half written.
     assert_eq!(second.num_known(), KINDS.len() + 6);
     assert_eq!(tune(&mut second, &all, &mut |_| {}).expect("it answers"), want);
+    assert!(second.num_asked() > 0);
     // Everything is there: the third time nothing is asked.
     let mut nothing = Machine::new(0.0, 1);
     nothing.interrupted_at = Some(0);
-    assert_eq!(tune(&mut open(nothing).expect("goes on"), &all, &mut |_| {}).expect("it knows"), want);
+    let mut nothing = open(nothing).expect("goes on");
+    assert_eq!(tune(&mut nothing, &all, &mut |_| {}).expect("it knows"), want);
+    assert_eq!((nothing.num_asked(), nothing.num_known()), (0, 0));
     let other = Journaled::open(Machine::new(0.0, 1), &path, &serde_json::json!({"weights": "v"}));
     let error = other.err().expect("of other weights").to_string();
     assert!(error.contains("journal") && error.contains("\"w\"") && error.contains("\"v\""), "{error}");

@@ -91,6 +91,9 @@ pub(crate) struct Args {
     share_between_keys: bool,
     #[command(flatten)]
     memory: MemoryArgs,
+    /// End when standard input closes: then `troika bench`, which started it, is gone.
+    #[arg(long, hide = true)]
+    end_with_input: bool,
 }
 
 /// Prompt tokens computed in one step unless somebody says otherwise.
@@ -119,11 +122,15 @@ pub(crate) enum Signal {
 
 impl Signal {
     /// By convention, 128 plus the signal's number.
-    pub(crate) fn exit_code(self) -> ExitCode {
-        ExitCode::from(match self {
+    pub(crate) fn code(self) -> u8 {
+        match self {
             Self::Interrupt => 130,
             Self::Terminate => 143,
-        })
+        }
+    }
+
+    pub(crate) fn exit_code(self) -> ExitCode {
+        ExitCode::from(self.code())
     }
 }
 
@@ -167,6 +174,12 @@ fn keys(file: &str) -> impl Iterator<Item = &str> {
 
 #[tokio::main]
 pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
+    if args.end_with_input {
+        std::thread::spawn(|| {
+            let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+            std::process::exit(0);
+        });
+    }
     let access = args.access()?;
     ensure!(
         args.host.is_loopback() || access.needs_key(),

@@ -41,7 +41,7 @@ fn a_feature_that_never_runs_is_not_engaged() {
     let scratch = Scratch::new();
     let ran = bench(&scratch, "never-runs", &["--rounds", "3", "--max-rounds", "3", "--repeats", "1"]).ok();
     let record = ran.json();
-    assert_eq!((record["schema"].as_str(), record["version"].as_u64()), (Some("troika-bench"), Some(1)));
+    assert_eq!((record["schema"].as_str(), record["version"].as_u64()), (Some("troika-bench"), Some(2)));
     let cell = &record["experiments"][0]["cells"][0];
     assert_eq!(cell["engagement"]["state"], "not_engaged", "{cell}");
     let reasons = cell["engagement"]["reasons"].to_string();
@@ -132,6 +132,11 @@ fn reports_are_written_and_compared() {
     for part in ["What ran where", "geometry alone (B/A)", "257 aligned", "same tokens, B = A", "MTP unavailable"] {
         assert!(table.contains(part), "no `{part}` in:\n{table}");
     }
+    // Which tokens, on what machine in what state, and why there is no arm C.
+    let ids = record(&json)["experiments"][0]["cells"][0]["ids_sha256"].as_str().expect("a digest")[..16].to_owned();
+    for part in [&ids, "Host at the start: ", "There is no arm C", "the width of the chunks alone"] {
+        assert!(table.contains(part), "no `{part}` in:\n{table}");
+    }
     let read = |path: &str| std::fs::read_to_string(path).expect("written");
     let page = read(&html);
     // Rates, profile, a step, phases; nothing from elsewhere.
@@ -146,37 +151,115 @@ fn reports_are_written_and_compared() {
     // Two arms, and in each a step with a shared expert in every layer.
     assert_eq!((spans("prompt"), spans("answer")), (2, 2), "{events}");
     assert!(spans("shared expert") >= 2 && spans("shared expert").is_multiple_of(2), "{events}");
-    // The same reports again, of the record alone.
-    let again = [scratch.arg("b.html"), scratch.arg("b.md"), scratch.arg("b.trace")];
-    let outputs = ["--html", &again[0], "--markdown", &again[1], "--trace", &again[2]];
-    let second = troika(&[&["bench", "report", &json][..], &outputs].concat()).ok().stdout;
-    assert_eq!(second, table);
-    assert_eq!(again.map(|path| read(&path)), [page, read(&markdown), read(&trace)]);
+    // The same page again, of the record alone.
+    let again = scratch.arg("again.html");
+    assert_eq!(troika(&["bench", "report", &json, "--html", &again]).ok().stdout, table);
+    assert_eq!(read(&again), page);
     let compared = troika(&["bench", "compare", &json, &json, "--fail-if-slower"]).ok().stdout;
     assert!(compared.contains("no difference (") && compared.contains("The program is the same"), "{compared}");
     let other = scratch.write("other.json", br#"{"schema": "troika-bench", "version": 99}"#);
     troika(&["bench", "compare", &json, &other]).fails(1, &["other.json", "version 99"]);
-    troika(&["bench", "report", &other]).fails(1, &["other.json", "version 99"]);
 }
 
-/// Nothing is measured whose result could not be kept.
+fn record(path: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(path).expect("written")).expect("JSON")
+}
+
+/// What cannot be, is said before anything is measured: nothing is lost, and nobody waits for it.
 #[test]
-fn reports_that_cannot_be_written_are_refused_at_once() {
+fn what_cannot_be_is_said_at_once() {
+    let scratch = Scratch::new();
+    let (model, nowhere, same) = (scratch.arg("model"), scratch.arg("nowhere/a.html"), scratch.arg("a.json"));
+    let bench = |more: &[&str]| {
+        let ran = troika(&[&["bench", "--model", &model][..], &SHORT, more].concat());
+        assert!(!ran.stderr.contains("round 1"), "{}", ran.stderr);
+        ran
+    };
+    bench(&["--html", &nowhere]).fails(1, &["cannot write", "nowhere/a.html"]);
+    bench(&["--json", &model]).fails(1, &["cannot write", "it is a folder"]);
+    bench(&["--json", &same, "--markdown", &same]).fails(1, &["two reports cannot both be", "a.json"]);
+    assert!(!std::path::Path::new(&same).exists(), "trying leaves nothing behind");
+    bench(&["--npu", "ane"]).fails(1, &["--npu: unknown engine `ane`"]);
+    let load = ["bench", "load", "--model", &model, "--agents", "1", "--instructions", "9000000"];
+    troika(&load).fails(1, &["1 agent, 9000000 shared tokens", "do not fit the context of model"]);
+    std::fs::remove_file(scratch.path("model/tokenizer.json")).expect("it was there");
+    bench(&[]).fails(1, &["tokenizer.json"]);
+}
+
+/// The environment of an office: requests to this machine go to no proxy.
+#[test]
+fn a_proxy_of_the_environment_is_not_used() {
     let scratch = Scratch::new();
     let model = scratch.arg("model");
-    let (nowhere, page) = (scratch.arg("missing/page.html"), scratch.arg("page.html"));
-    let bench = ["bench", "--model", &model, "--rounds", "3"];
-    for flag in ["--json", "--html", "--markdown", "--trace"] {
-        let refused = troika(&[&bench[..], &[flag, &nowhere]].concat());
-        let stderr = refused.fails(1, &[flag, "cannot write", "page.html"]).stderr;
-        assert!(!stderr.contains("round 1"), "{stderr}");
+    let load = ["bench", "load", "--model", &model, "--clients", "1", "--requests", "1", "--prompt-lengths", "20"];
+    let mut command = command(&[&load[..], &["--generate", "2", "--json", "-"]].concat());
+    // Nobody listens there.
+    let ran: Ran = command.env("http_proxy", "http://127.0.0.1:9").output().expect("starts").into();
+    assert_eq!(ran.ok().json()["levels"][0]["completed"], 1);
+}
+
+/// The servers of a benchmark, by the folder of their model.
+#[cfg(target_os = "linux")]
+fn servers(model: &str) -> Vec<u32> {
+    let is_server = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let args: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+        args.contains(&&b"serve"[..]) && args.contains(&model.as_bytes())
+    };
+    let pids =
+        std::fs::read_dir("/proc").expect("Linux").filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    pids.filter(is_server).collect()
+}
+
+#[cfg(target_os = "linux")]
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let started = std::time::Instant::now();
+    while !is_so() {
+        assert!(started.elapsed().as_secs() < 300, "{what}");
+        std::thread::sleep(std::time::Duration::from_millis(20));
     }
-    troika(&[&bench[..], &["--json", &page, "--html", &page]].concat()).fails(1, &["--json and --html both name"]);
-    troika(&[&bench[..], &["--html", &model]].concat()).fails(1, &["--html", "is a folder"]);
-    troika(&["bench", "load", "--model", &model, "--json", &nowhere]).fails(1, &["--json", "cannot write"]);
-    let long = ["bench", "load", "--model", &model, "--agents", "1", "--turns", "1000", "--prompt-lengths", "4096"];
-    troika(&long).fails(1, &["1 agent, 2048 shared tokens", "do not fit the context"]);
-    assert!(!std::path::Path::new(&page).exists(), "trying leaves nothing behind");
+}
+
+/// Killed or asked twice to end, it leaves no server behind; and a server that is killed is named as what ended the run.
+#[cfg(target_os = "linux")]
+#[test]
+fn no_server_outlives_its_benchmark() {
+    let scratch = Scratch::new();
+    let (model, temp) = (scratch.arg("model"), scratch.path("temp"));
+    std::fs::create_dir(&temp).expect("a folder");
+    let kill = |signal: &str, pid: u32| {
+        assert!(Command::new("kill").args([signal, &pid.to_string()]).status().expect("kill is there").success());
+    };
+    // Long answers: it is under way when the signals come.
+    let long = ["--regime", "service", "--prompt-lengths", "40", "--generate", "2000", "--rounds", "50"];
+    let start = || {
+        let mut command = command(&[&["bench", "--model", &model][..], &long].concat());
+        command.env("TMPDIR", &temp).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("starts")
+    };
+    let mut child = start();
+    until("a server starts", || !servers(&model).is_empty());
+    kill("-KILL", child.id());
+    child.wait().expect("ends");
+    until("its server ends", || servers(&model).is_empty());
+    std::fs::remove_dir_all(&temp).and_then(|()| std::fs::create_dir(&temp)).expect("emptied");
+
+    let mut child = start();
+    until("a server starts", || !servers(&model).is_empty());
+    let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines().map(|line| line.expect("UTF-8"));
+    assert!(lines.any(|line| line.contains("round 1, arm A")));
+    kill("-TERM", child.id());
+    assert!(lines.any(|line| line.contains("a second signal ends at once")));
+    kill("-TERM", child.id());
+    lines.for_each(drop);
+    assert_eq!(child.wait().expect("ends").code(), Some(143));
+    until("its server ends", || servers(&model).is_empty());
+    assert_eq!(std::fs::read_dir(&temp).expect("there").count(), 0, "its folder is gone too");
+
+    let child = start();
+    until("a server starts", || !servers(&model).is_empty());
+    kill("-KILL", servers(&model)[0]);
+    let ran: Ran = child.wait_with_output().expect("ends").into();
+    ran.fails(1, &["the run is incomplete: the server ended with signal: 9 (SIGKILL)", "serve --class fast"]);
 }
 
 #[cfg(unix)]

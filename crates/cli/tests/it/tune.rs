@@ -45,7 +45,8 @@ fn a_tuning_is_written_continued_and_used_for_what_it_holds() {
     assert_eq!(kinds.len(), 8, "{:?}", kinds.keys());
     // The same again finds every answer in the journal, so that it says the same to the last digit.
     let journal = std::fs::read(format!("{out}.journal")).expect("written");
-    troika(&args).ok();
+    let said = troika(&args).ok().stderr;
+    assert!(said.contains("nothing was measured") && said.contains("tuned.json.journal; remove it"), "{said}");
     assert_eq!(std::fs::read(format!("{out}.journal")).expect("written"), journal, "something was asked again");
     let again = read(&out);
     assert_eq!(again["outcome"], file["outcome"]);
@@ -104,6 +105,7 @@ fn a_prediction_says_so_and_no_server_takes_it() {
     troika(&["tune", "--simulate", "m9"]).fails(1, &["m9", "m3-ultra-512"]);
     let mixed = ["tune", "--simulate", "m3-ultra-512", "--npu", "soft"];
     troika(&mixed).fails(2, &["--npu"]);
+    troika(&["tune", "--npu", "soft", "--tiles", "1024"]).fails(1, &["--tiles: 524800 tokens", "nano"]);
     troika(&["tune", "--npu", "soft", "--modes", "split,wavefront"]).fails(1, &["wavefront needs overlap"]);
 }
 

@@ -1,12 +1,13 @@
 //! `troika bench compare`: two records side by side.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use troika_bench::compare::Comparison;
+use troika_bench::record::Record;
 
-use super::report::read;
 use crate::report::print;
 
 /// Compare two records of `troika bench --json`, across commits or machines.
@@ -34,4 +35,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         bail!("--fail-if-slower: {} is slower in some rate", args.second.display());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+pub(super) fn read(path: &Path) -> Result<Record> {
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    Record::parse(&text).with_context(|| path.display().to_string())
 }

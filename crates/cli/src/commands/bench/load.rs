@@ -14,7 +14,7 @@ use troika_bench::load::{LoadRecord, Objective, SCHEMA, Shape, Traffic, VERSION,
 use troika_bench::record::Program;
 use troika_bench::server::{Launch, Server};
 
-use super::{stop_flag, subject};
+use super::{ending, stop_flag, subject};
 use crate::progress;
 use crate::report::{check_writable, print, write_record};
 
@@ -79,12 +79,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    args.json.iter().try_for_each(|path| check_writable("--json", path))?;
     let levels = levels(args)?;
+    args.json.as_deref().map_or(Ok(()), check_writable)?;
     let opened = subject::open(args.model.clone(), args.class, args.corpus)?;
-    for traffic in &levels {
-        check_context(args, traffic, &opened)?;
-    }
     let program = std::env::current_exe().context("cannot find the program that runs")?;
     let shape = Shape {
         requests: args.requests as usize,
@@ -93,6 +90,12 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         seed: args.seed,
         objective: Objective { ttft_ms: args.max_ttft, tpot_ms: args.max_tpot },
     };
+    for traffic in &levels {
+        let (longest, most, name) = (traffic.longest(&shape), opened.max_context_tokens, &opened.facts.name);
+        let label = traffic.label();
+        ensure!(longest <= most, "{label}: {longest} tokens do not fit the context of {name}, which is {most}");
+        traffic.check(&shape, &opened.tokens)?;
+    }
     let mut facts = opened.facts.clone();
     facts.args.extend(args.serve.iter().cloned());
     let launch =
@@ -116,23 +119,29 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     for (done, traffic) in levels.iter().enumerate() {
         steps.show(done, levels.len(), &traffic.label());
         let measure = || {
-            let server = Server::start(&launch)?;
+            let server = Server::start(&launch, &stop)?;
             let prompt = opened.tokens.prompt(0, args.prompt_lengths[0] as usize)?;
-            server.client.complete(&Ask { prompt, generate: 4 })?;
-            let status = server.client.get("/troika/status")?;
+            let asked = || {
+                server.client.complete(&Ask { prompt, generate: 4 })?;
+                server.client.get("/troika/status")
+            };
+            let status = asked().map_err(|error| server.blame(error))?;
             let done = level(&server.client, traffic, &record.shape, &opened.tokens, &stop)?;
-            // A server that has ended answers nothing, and nobody would wonder about a level of failures.
-            let alive = server.client.get("/health").map(|_| ());
-            Ok((status, done, alive))
+            let end = match done.failures.keys().next() {
+                Some(why) => server.end_of(why),
+                None => None,
+            };
+            Ok((status, done, end))
         };
         let measured: Result<_, troika_bench::BenchError> = measure();
         match measured {
-            Ok((status, done, alive)) => {
-                let devices = status["devices"].as_array().into_iter().flatten();
+            Ok((status, done, end)) => {
+                let engines = status["hybrid"]["devices"].as_array().into_iter().flatten().skip(1);
+                let devices = status["devices"].as_array().into_iter().flatten().chain(engines);
                 record.devices = devices.map(|device| device.as_str().unwrap_or_default().to_owned()).collect();
                 record.levels.push(done);
-                if let Err(error) = alive {
-                    record.incomplete = Some(format!("the server answers no more after {}: {error}", traffic.label()));
+                if let Some(end) = end {
+                    record.incomplete = Some(end.to_string());
                     break;
                 }
             }
@@ -145,32 +154,20 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     }
     steps.end();
     record.host_end = HostState::now();
-    // The table first: it is there even if the file cannot be written.
+    // The table first: a disk may be full.
     if args.json.as_ref().is_none_or(|path| path.as_os_str() != "-") {
         print(&record.table())?;
     }
     if let Some(path) = &args.json {
         write_record(path, &record)?;
     }
+    let num_failed = record.num_failed();
     match record.incomplete {
-        None if record.failed() > 0 => bail!("{} requests failed, see above", record.failed()),
-        None => Ok(ExitCode::SUCCESS),
-        Some(_) if stop.load(Ordering::Relaxed) => Ok(ExitCode::from(130)),
+        Some(_) if stop.load(Ordering::Relaxed) => Ok(ending()),
         Some(why) => bail!("the run is incomplete: {why}"),
+        None if num_failed > 0 => bail!("{num_failed} requests failed, so the percentiles are those of the others"),
+        None => Ok(ExitCode::SUCCESS),
     }
-}
-
-/// Fails if the longest request of a level does not fit the model's context.
-fn check_context(args: &Args, traffic: &Traffic, opened: &subject::Opened) -> Result<()> {
-    let longest = args.prompt_lengths.iter().max().map_or(0, |len| *len as usize);
-    let prompt = match traffic {
-        Traffic::Arrivals { .. } | Traffic::Clients { .. } => longest,
-        Traffic::Agents { instructions, turns, .. } => instructions.saturating_add(turns.saturating_mul(longest)),
-    };
-    let (tokens, most) = (prompt.saturating_add(args.generate as usize), opened.max_context_tokens);
-    let (label, name) = (traffic.label(), &opened.facts.name);
-    ensure!(tokens <= most, "{label}: up to {tokens} tokens do not fit the context of {name}, which is {most}");
-    Ok(())
 }
 
 fn levels(args: &Args) -> Result<Vec<Traffic>> {

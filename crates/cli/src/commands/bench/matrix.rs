@@ -1,18 +1,21 @@
 //! The matrix of checkpoints, drafter, lengths and arms: flags to settings, and reports to where they are wanted.
 
+use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use troika_base::NumericClass;
 use troika_bench::arm::{Arm, Feature, Geometry};
 use troika_bench::corpus::Corpus;
 use troika_bench::record::{Fit, Length, Record, Regime, Settings};
+use troika_bench::report;
 use troika_bench::run::{self, Setup, Subject};
 
-use super::outputs::Outputs;
-use super::{stop_flag, subject};
+use super::{ending, stop_flag, subject};
+use crate::hybrid::NpuSpec;
+use crate::report::{check_writable, print, write_json, write_record, write_whole};
 use crate::{progress, tuning};
 
 /// Prompt tokens in one step of `troika serve`, unless it is told otherwise.
@@ -38,13 +41,13 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     threads: u16,
     /// Settings for a purpose; flags beside it win. `quick`: nano in two minutes, with a soft engine on one of the cores if there
-    /// are several. `paper`: 16K and 32K, 128 tokens after them.
+    /// are several. `paper`: 16K and 32K, 128 tokens after them, tiles of 4,096; with --npu it has three arms.
     #[arg(long)]
     preset: Option<Preset>,
     /// Tokens of the prompts.
     #[arg(long, value_delimiter = ',', value_name = "N,N,...", value_parser = clap::value_parser!(u32).range(2..))]
     prompt_lengths: Vec<u32>,
-    /// Prompts exactly so long, cut to whole tiles and one token (which starts decoding), or both.
+    /// Prompts exactly so long, cut to whole tiles, at least one, and one token more (which starts decoding), or both.
     #[arg(long, value_enum, default_value_t = Fits::Both)]
     fit: Fits,
     /// Tokens to generate after each prompt, at least 2.
@@ -96,8 +99,57 @@ pub(crate) struct Args {
     /// A made-up feature in place of arm C, to test the benchmark itself.
     #[arg(long, value_enum, hide = true, conflicts_with_all = ["npu", "tuning"])]
     self_test: Option<SelfTest>,
+    /// Write the record as JSON to FILE, or to standard output with `-`, then without the table.
+    #[arg(long, value_name = "FILE|-")]
+    json: Option<PathBuf>,
+    /// What to call this run in its record, such as a commit; `compare` shows it.
+    #[arg(long, value_name = "TEXT")]
+    label: Option<String>,
     #[command(flatten)]
     outputs: Outputs,
+}
+
+/// Reports for people.
+#[derive(Clone, Debug, clap::Args)]
+pub(super) struct Outputs {
+    /// Write the report as Markdown.
+    #[arg(long, value_name = "FILE")]
+    markdown: Option<PathBuf>,
+    /// Write the report as one HTML page with plots.
+    #[arg(long, value_name = "FILE")]
+    html: Option<PathBuf>,
+    /// Write one step of each arm, device by device, and the phases of requests as a trace for Chrome or Perfetto.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+impl Outputs {
+    fn paths(&self) -> impl Iterator<Item = &Path> {
+        [&self.markdown, &self.html, &self.trace].into_iter().flatten().map(PathBuf::as_path)
+    }
+
+    /// Whether they can be written, and each to a place of its own.
+    pub(super) fn check(&self) -> Result<()> {
+        let paths: Vec<&Path> = self.paths().collect();
+        for (index, path) in paths.iter().enumerate() {
+            ensure!(!paths[..index].contains(path), "two reports cannot both be {}", path.display());
+            check_writable(path)?;
+        }
+        Ok(())
+    }
+
+    /// Writes all that can be written; the error is that of the first that could not.
+    pub(super) fn write(&self, record: &Record) -> Result<()> {
+        let markdown = self.markdown.iter().map(|path| write_whole(path, report::markdown::render(record).as_bytes()));
+        let html = self.html.iter().map(|path| write_whole(path, report::html::render(record)?.as_bytes()));
+        let trace = self.trace.iter().map(|path| write_json(path, &report::trace::render(record)));
+        let done: Vec<Result<()>> = markdown.chain(html).chain(trace).collect();
+        done.into_iter().collect()
+    }
+}
+
+pub(super) fn print_table(record: &Record) -> Result<()> {
+    print(&report::table::render(record, std::io::stdout().is_terminal()))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -173,6 +225,11 @@ impl Defaults {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    let to_stdout = args.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+    if let Some(path) = &args.json {
+        check_writable(path)?;
+        ensure!(!args.outputs.paths().any(|other| other == path), "two reports cannot both be {}", path.display());
+    }
     args.outputs.check()?;
     let setup = setup(args)?;
     let stop = stop_flag()?;
@@ -180,16 +237,25 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let mut tell = |progress: &run::Progress| steps.show(progress.done, progress.of, &progress.what);
     let record = run::run(&setup, &stop, &mut tell)?;
     steps.end();
-    args.outputs.write(&record)?;
+    // The table first, and then all that can be written: it took hours, and a disk may be full.
+    if !to_stdout {
+        print_table(&record)?;
+    }
+    let json = args.json.as_ref().map_or(Ok(()), |path| write_record(path, &record));
+    let others = args.outputs.write(&record);
+    json.and(others)?;
     code(args, &record, stop.load(Ordering::Relaxed))
 }
 
 fn code(args: &Args, record: &Record, interrupted: bool) -> Result<ExitCode> {
     if interrupted {
-        return Ok(ExitCode::from(130));
+        return Ok(ending());
     }
     if let Some(why) = &record.incomplete {
         bail!("the run is incomplete: {why}");
+    }
+    if record.num_void() > 0 {
+        bail!("{} of the lengths are VOID: arms that must give the same tokens did not", record.num_void());
     }
     if args.require_engaged && !record.is_hybrid() {
         let states: Vec<String> = record.engagements().map(|engagement| engagement.label()).collect();
@@ -208,6 +274,8 @@ fn setup(args: &Args) -> Result<Setup> {
         (None, None, None) => defaults.npu.map(str::to_owned),
         (None, None, Some(_)) => None,
     };
+    // Not only when the first server of arm C refuses it.
+    let spec = npu.as_deref().map(str::parse::<NpuSpec>).transpose().map_err(|why| anyhow!("--npu: {why}"))?;
     let feature = match (&npu, args.self_test) {
         (Some(npu), _) => {
             let mode = if args.hybrid == Hybrid::Auto { "auto" } else { "on" };
@@ -246,7 +314,7 @@ fn setup(args: &Args) -> Result<Setup> {
     let lengths = lengths(asked, args.fit, geometry.tile);
     let threads = match (args.threads, &tuned) {
         (0, Some(tuned)) => tuned.threads,
-        (0, None) => threads_beside(npu.as_deref()),
+        (0, None) => threads_beside(spec.as_ref()),
         (threads, _) => usize::from(threads),
     };
     let models: Vec<Option<PathBuf>> =
@@ -272,7 +340,7 @@ fn setup(args: &Args) -> Result<Setup> {
     let program = std::env::current_exe().context("cannot find the program that runs")?;
     let arms = Arm::of(&settings.feature, geometry, threads);
     let max_estimate_s = (!args.yes).then_some(UNASKED_S);
-    Ok(Setup { program, settings, arms, lengths, subjects, max_estimate_s })
+    Ok(Setup { program, label: args.label.clone(), settings, arms, lengths, subjects, max_estimate_s })
 }
 
 /// What a tuning file says of arm C.
@@ -309,17 +377,18 @@ fn lengths(asked: &[u32], fit: Fits, tile: usize) -> Vec<Length> {
             lengths.push(Length { tokens: (tokens / tile).max(1) * tile + 1, fit: Fit::Aligned });
         }
     }
-    lengths.sort_by_key(|length| (length.tokens, length.fit == Fit::Aligned));
-    lengths.dedup();
+    // A length that is aligned as it is, is measured once.
+    lengths.sort_by_key(|length| (length.tokens, length.fit == Fit::Natural));
+    lengths.dedup_by_key(|length| length.tokens);
     lengths
 }
 
 /// Threads that soft engines leave to the primary device; 0 = all.
-fn threads_beside(npu: Option<&str>) -> usize {
-    let Some(engines) = npu.and_then(|spec| spec.strip_prefix("soft").or(spec.strip_prefix("sim"))) else { return 0 };
-    let taken = engines.split([':', ',']).find_map(|part| part.strip_prefix("cores="));
-    let taken: usize = taken.and_then(|cores| cores.parse().ok()).unwrap_or(1);
-    cores().saturating_sub(taken).max(1)
+fn threads_beside(npu: Option<&NpuSpec>) -> usize {
+    match npu.map_or(0, NpuSpec::soft_cores) {
+        0 => 0,
+        taken => cores().saturating_sub(taken).max(1),
+    }
 }
 
 #[cfg(test)]
@@ -332,12 +401,18 @@ mod tests {
         assert_eq!(tokens(Fits::Natural), [1000, 2048]);
         assert_eq!(tokens(Fits::Aligned), [513, 2049]);
         assert_eq!(tokens(Fits::Both), [513, 1000, 2048, 2049]);
+        assert_eq!(
+            lengths(&[1025], Fits::Both, 512),
+            [Length { tokens: 1025, fit: Fit::Aligned }],
+            "the same prompts are not measured twice"
+        );
     }
 
     #[test]
     fn soft_engines_take_cores_from_the_primary() {
-        assert_eq!(threads_beside(None), 0);
-        assert_eq!(threads_beside(Some("ort:path=x")), 0);
-        assert_eq!(threads_beside(Some("soft:cores=1")), (cores() - 1).max(1));
+        let of = |spec: &str| threads_beside(Some(&spec.parse().expect("valid")));
+        assert_eq!((threads_beside(None), of("ort:lib=x")), (0, 0));
+        assert_eq!((of("soft"), of("soft:cores=1")), (cores().saturating_sub(1).max(1), of("sim")));
+        assert_eq!(of("soft:cores=2,instances=512"), 1, "each instance has cores of its own");
     }
 }

@@ -5,13 +5,12 @@ mod cross_check;
 mod in_process;
 mod load;
 mod matrix;
-mod outputs;
-mod report;
+mod rerender;
 pub(super) mod subject;
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use anyhow::Result;
 
@@ -32,7 +31,7 @@ pub(crate) struct Args {
 #[derive(Debug, clap::Subcommand)]
 enum Command {
     Compare(compare::Args),
-    Report(report::Args),
+    Report(rerender::Args),
     Load(load::Args),
     InProcess(in_process::Args),
     CrossCheck(cross_check::Args),
@@ -42,25 +41,35 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     match &args.command {
         None => matrix::run(&args.matrix),
         Some(Command::Compare(args)) => compare::run(args),
-        Some(Command::Report(args)) => report::run(args),
+        Some(Command::Report(args)) => rerender::run(args),
         Some(Command::Load(args)) => load::run(args),
         Some(Command::InProcess(args)) => in_process::run(args),
         Some(Command::CrossCheck(args)) => cross_check::run(args),
     }
 }
 
-/// Becomes true at the first Ctrl-C or SIGTERM; the second ends the process.
+/// The exit code of the signal that came, which [`stop_flag`] noted.
+static ENDING: AtomicU8 = AtomicU8::new(130);
+
+/// How a command ends that was asked to.
+pub(super) fn ending() -> ExitCode {
+    ExitCode::from(ENDING.load(Ordering::Relaxed))
+}
+
+/// Becomes true at the first Ctrl-C or SIGTERM; the second ends the process, and its servers with it.
 pub(super) fn stop_flag() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     std::thread::spawn(move || {
         runtime.block_on(async {
-            if super::serve::terminated().await.is_ok() {
+            if let Ok(signal) = super::serve::terminated().await {
+                ENDING.store(signal.code(), Ordering::Relaxed);
                 flag.store(true, Ordering::Relaxed);
                 eprintln!("ending: what was measured so far is kept; a second signal ends at once");
-                if super::serve::terminated().await.is_ok() {
-                    std::process::exit(130);
+                if let Ok(second) = super::serve::terminated().await {
+                    troika_bench::server::end_all();
+                    std::process::exit(second.code().into());
                 }
             }
         });

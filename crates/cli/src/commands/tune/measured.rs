@@ -30,6 +30,11 @@ pub(super) fn tune(
     tell: &mut dyn FnMut(&Progress),
 ) -> Result<TuningFile> {
     let subject = subject::open(args.model.clone(), NumericClass::Fast, Corpus::CodePython)?;
+    let longest = (options.tiles + 1) * geometry.tile;
+    let (most, name) = (subject.max_context_tokens, &subject.facts.name);
+    ensure!(longest <= most, "--tiles: {longest} tokens do not fit the context of {name}, which is {most}");
+    // Three prompts of the verification, each at a place of its own.
+    subject.tokens.prompt(3, longest)?;
     let mut model_args = ModelArgs::of(args.model.clone(), NumericClass::Fast);
     model_args.threads = args.threads;
     let model = model_args.open()?;
@@ -60,6 +65,7 @@ pub(super) fn tune(
     drop(wish);
     let mut journal = args.output.out.clone().into_os_string();
     journal.push(".journal");
+    let written = std::fs::metadata(&journal).and_then(|metadata| metadata.modified()).ok();
     let held = json!({"for": &key, "npu": npu, "tile": geometry.tile, "chunk": geometry.stock_step});
     let mut rig = Journaled::open(served, journal.as_ref(), &held)
         .context("the journal of an earlier run cannot be continued: remove it, or name another --out")?;
@@ -67,7 +73,16 @@ pub(super) fn tune(
         tracing::info!(answers = rig.num_known(), "going on with the run that was begun");
     }
     let outcome = search(&mut rig, options, tell)?;
-    Ok(TuningFile::new(Source::Measured, super::now_unix_s(), subject.facts.name, key, npu, outcome))
+    let mut created_unix_s = super::now_unix_s();
+    if rig.num_asked() == 0 {
+        let journal = journal.display();
+        tracing::warn!(
+            "nothing was measured: an earlier run left every answer in {journal}; remove it to measure again"
+        );
+        let since = written.and_then(|written| written.duration_since(std::time::UNIX_EPOCH).ok());
+        created_unix_s = since.map_or(created_unix_s, |since| since.as_secs());
+    }
+    Ok(TuningFile::new(Source::Measured, created_unix_s, subject.facts.name, key, npu, outcome))
 }
 
 /// Kinds by their names on the command line, and what an operation of each costs: means over their shapes and layers.

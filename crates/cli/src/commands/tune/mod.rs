@@ -15,6 +15,7 @@ use troika_bench::tune::report;
 use troika_bench::tune::search::{Options, Progress};
 use troika_hwsim::PlanSpec;
 
+use crate::commands::bench::ending;
 use crate::progress;
 use crate::report::{print, write_json};
 
@@ -144,7 +145,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         Ok(file) => finish(&file, &args.output),
         Err(error) if matches!(error.downcast_ref(), Some(BenchError::Interrupted)) => {
             eprintln!("interrupted: the same command goes on where it stopped");
-            Ok(ExitCode::from(130))
+            Ok(ending())
         }
         Err(error) => Err(error),
     }
