@@ -8,6 +8,7 @@ pub mod arm;
 pub mod client;
 pub mod compare;
 pub mod corpus;
+pub mod drafts;
 pub mod evidence;
 pub mod host;
 pub mod load;

@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::BenchError;
 use crate::arm::{Arm, ArmName, Feature, Geometry};
 use crate::corpus::{Corpus, hex};
+use crate::drafts::Drafts;
 use crate::evidence::{Engagement, Evidence};
 use crate::host::{HostFacts, HostState};
 use crate::stats::{Difference, Interval};
@@ -222,6 +223,9 @@ pub struct CellArm {
     pub decode_tps: Option<Interval>,
     /// What ran where, all samples together; absent where the server keeps no such record.
     pub evidence: Option<Evidence>,
+    /// What became of drafts, all samples together; absent without a drafter.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub drafts: Option<Drafts>,
     /// It gave other tokens to some prompt in a later round.
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
     pub unstable: bool,

@@ -1,5 +1,6 @@
 //! Reports made of a record, and of nothing else: a table for the terminal, Markdown, a page with plots, a trace.
 
+mod drafts;
 pub mod html;
 pub mod markdown;
 pub mod plot;
@@ -263,7 +264,7 @@ pub(crate) struct Table {
 /// All tables of an experiment, in the order in which they should be read.
 pub(crate) fn tables(experiment: &Experiment) -> Vec<Table> {
     let tables = [what_ran(experiment), rates(experiment), differences(experiment), latencies(experiment)];
-    tables.into_iter().chain(kept(experiment)).collect()
+    tables.into_iter().chain(kept(experiment)).chain(drafts::table(experiment)).collect()
 }
 
 fn what_ran(experiment: &Experiment) -> Table {

@@ -14,6 +14,7 @@ use crate::BenchError;
 use crate::arm::{Arm, ArmName, Feature, Geometry};
 use crate::client::{Answer, Ask};
 use crate::corpus::{Tokens, ids_digest};
+use crate::drafts::{self, Drafts};
 use crate::evidence::Evidence;
 use crate::host::{CpuTime, HostFacts, HostState};
 use crate::record::{
@@ -88,10 +89,20 @@ pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) ->
     let measurable = setup.subjects.iter().filter(|subject| subject.unavailable.is_none()).count();
     let mut progress =
         Progress { done: 0, of: measurable * setup.arms.len() * setup.settings.max_rounds, what: String::new() };
+    let mut plain = None;
     for (subject, prompts) in setup.subjects.iter().zip(&prompts) {
         let mut under_way = UnderWay::new(setup, subject, prompts, started);
         let ended = if subject.unavailable.is_none() { under_way.measure(stop, &mut progress, tell) } else { Ok(()) };
-        record.experiments.push(under_way.into_experiment());
+        let texts = under_way.texts.clone();
+        let mut experiment = under_way.into_experiment();
+        // Without the drafter comes first, if it comes at all.
+        match (&plain, record.experiments.last()) {
+            (Some(plain), Some(without)) if subject.drafter && without.model == experiment.model => {
+                drafts::compare(&mut experiment, &texts, without, plain);
+            }
+            _ => plain = Some(texts),
+        }
+        record.experiments.push(experiment);
         if let Err(error) = ended {
             // What was measured of other models is not thrown away.
             if matches!(error, BenchError::NeedsConsent { .. }) && record.experiments.len() == 1 {
@@ -172,8 +183,11 @@ struct UnderWay<'a> {
     /// By length, then by arm.
     cells: Vec<Vec<CellArm>>,
     /// Pieces of the first answer to each prompt: by arm, length, and repeat, each of which asks two at most.
-    texts: Vec<Vec<Vec<Vec<String>>>>,
+    texts: Texts,
 }
+
+/// Pieces of answers: by arm, length and prompt.
+pub(crate) type Texts = Vec<Vec<Vec<Vec<String>>>>;
 
 impl<'a> UnderWay<'a> {
     fn new(setup: &'a Setup, subject: &'a Subject, prompts: &'a Prompts, started: Instant) -> Self {
@@ -194,6 +208,7 @@ impl<'a> UnderWay<'a> {
             ttft_ms: None,
             decode_tps: None,
             evidence: None,
+            drafts: None,
             unstable: false,
         };
         Self {
@@ -252,6 +267,9 @@ impl<'a> UnderWay<'a> {
         let mut args = [self.subject.facts.args.clone(), self.setup.arms[arm].args.clone()].concat();
         if settings.regime == Regime::Lab {
             args.push("--no-cache".to_owned());
+        }
+        if self.subject.drafter {
+            args.extend(["--drafter", "on"].map(str::to_owned));
         }
         let launch = Launch {
             program: self.setup.program.clone(),
@@ -392,13 +410,17 @@ impl<'a> UnderWay<'a> {
     fn witness(&mut self, arm: usize, cell: usize, server: &Server, answers: &[Answer]) {
         let settings = &self.setup.settings;
         let tile = settings.geometry.tile;
-        let evidence = self.cells[cell][arm].evidence.get_or_insert_default();
+        let CellArm { evidence, drafts, .. } = &mut self.cells[cell][arm];
+        let evidence = evidence.get_or_insert_default();
         for answer in answers {
             let rows = answer.usage.prompt_tokens - answer.usage.cached_tokens;
             let Some(mut record) = request_record(server, &answer.id) else {
                 evidence.missing += 1;
                 continue;
             };
+            if let Some(of_request) = Drafts::of_request(&record) {
+                drafts.get_or_insert_default().add(&of_request);
+            }
             if let Some(plan) = settings.feature.made_up_plan(rows, tile) {
                 record["plan"] = plan;
             }
@@ -513,7 +535,7 @@ fn decoded_together(answers: &[Answer]) -> Option<f64> {
     (end > begin).then(|| tokens.sum::<f64>() / (end - begin))
 }
 
-fn check_texts<'a>(
+pub(crate) fn check_texts<'a>(
     arm: ArmName,
     against: ArmName,
     pairs: impl Iterator<Item = (&'a [String], &'a [String])>,
@@ -710,6 +732,7 @@ mod tests {
             ttft_ms: None,
             decode_tps: None,
             evidence: None,
+            drafts: None,
             unstable,
         };
         let check = |arm, equal| TokenCheck {

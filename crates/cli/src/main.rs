@@ -2,6 +2,7 @@
 
 mod builtin;
 mod commands;
+mod drafter;
 mod hybrid;
 mod memory;
 mod model_source;

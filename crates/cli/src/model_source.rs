@@ -15,7 +15,7 @@ use troika_engine::{
     Calibration, Choice, CostTable, Engines, Record, Runner, RunnerOptions, Stage, calibrate_engines, choose_engines,
     plan_engines,
 };
-use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
+use troika_model::{Checkpoint, ConfigFile, DrafterStatus, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
 use crate::hybrid::{HybridArgs, Wish, Wished};
@@ -138,6 +138,17 @@ impl OpenModel {
 
     pub(crate) fn facts(&self) -> &ModelFacts {
         &self.facts
+    }
+
+    /// Why there is no drafter, if there is none.
+    pub(crate) fn drafter_unavailable(&self) -> Option<String> {
+        match (self.weights.drafter(), &self.files) {
+            (DrafterStatus::Available { .. }, _) => None,
+            (DrafterStatus::Unavailable { reason }, Files::Dir(dir)) => {
+                Some(format!("MTP unavailable: {reason} in {}", dir.display()))
+            }
+            (DrafterStatus::Unavailable { reason }, Files::BuiltIn) => Some(format!("MTP unavailable: {reason}")),
+        }
     }
 
     /// The model with a prompt, for simulated devices that compute it too.

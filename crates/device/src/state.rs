@@ -463,6 +463,7 @@ impl Pool {
         self.tail_kv.truncate(end.saturating_sub(self.tail_start) * width);
         self.tail_gate.truncate(self.tail_kv.len());
         self.rows.truncate(end / self.shape.ratio);
+        self.wanted.retain(|at| *at <= end);
     }
 }
 
@@ -570,10 +571,11 @@ impl SequenceState {
         *self.len.lock().unwrap_or_else(PoisonError::into_inner) = end;
     }
 
-    /// Takes back every row that is staged but not committed. Possible only if all of them were staged as
-    /// [`troika_graph::Acceptance::Partial`]; other steps drop at once what this would need.
+    /// Takes back every row that is staged but not committed, and the wish for boundaries among them. Possible only if all of
+    /// them were staged as [`troika_graph::Acceptance::Partial`]; other steps drop at once what this would need.
     pub fn roll_back(&self) {
         let end = self.len();
+        self.wanted.lock().unwrap_or_else(PoisonError::into_inner).retain(|at| *at <= end);
         for layer in self.layers.values() {
             layer.lock().unwrap_or_else(PoisonError::into_inner).truncate(end);
         }

@@ -356,8 +356,12 @@ pub struct EngineStatus {
     pub expired_total: u64,
     /// Steps of prompt chunks.
     pub prefill: StepTotals,
-    /// Steps of newest tokens.
+    /// Steps of newest tokens, and of drafts that are verified with them.
     pub decode: StepTotals,
+    /// Steps of the drafter; its tokens are proposals.
+    pub draft: StepTotals,
+    /// What became of drafts; `None` without a drafter.
+    pub drafts: Option<DraftCounts>,
     /// Chunks that each rule has narrowed.
     pub narrowed_total: BTreeMap<Rule, u64>,
     /// The ledger: what devices were given and what they did.
@@ -399,6 +403,23 @@ pub struct StepTotals {
     pub tokens: u64,
     /// From submission to the last node, all steps together, microseconds.
     pub busy_us: u64,
+}
+
+/// What became of what the drafter proposed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DraftCounts {
+    /// Shares of decode steps with drafts: each computes the newest token of a sequence and some that may follow it.
+    pub verifications: u64,
+    /// Drafts in them.
+    pub drafted: u64,
+    /// Drafts that were the next tokens.
+    pub accepted: u64,
+    /// The same two numbers by place in the block, first place first.
+    pub by_place: Vec<[u64; 2]>,
+    /// Proposals that were too unlikely to be verified.
+    pub withheld: u64,
+    /// Shares of decode steps without drafts, by reason.
+    pub skipped: BTreeMap<&'static str, u64>,
 }
 
 /// Nodes of one kind on one device since the start.
@@ -456,6 +477,8 @@ pub struct RequestRecord {
     pub preemptions: u32,
     /// How often it was computed again since an engine's numbers were wrong. Tokens that it had heard stay as they are.
     pub restarts: u32,
+    /// What became of its drafts; `None` without a drafter.
+    pub drafts: Option<DraftCounts>,
     /// What neural engines did in its steps; of a step that several requests share, each has all. Empty without engines.
     pub ledger: Ledger,
 }

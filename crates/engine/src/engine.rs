@@ -6,6 +6,7 @@ mod given_up;
 mod live;
 mod prefix;
 mod skips;
+pub(crate) mod speculate;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -304,8 +305,10 @@ struct Loop {
 
 impl Loop {
     fn run(&mut self) {
+        // Of the last turn: a step that has ended since may have made something to do.
+        let mut had_nothing_to_do = true;
         loop {
-            self.take_commands();
+            self.take_commands(had_nothing_to_do);
             let now = self.clock.now_us();
             if !self.open {
                 self.core.finish_all(FinishReason::Shutdown, now);
@@ -315,7 +318,8 @@ impl Loop {
                 self.core.flush();
                 return;
             }
-            if !self.core.is_idle() {
+            had_nothing_to_do = self.core.is_idle();
+            if !had_nothing_to_do {
                 // The only place that waits for a step.
                 let clock = self.clock;
                 let left = |due: u64| Duration::from_micros(due.saturating_sub(clock.now_us()));
@@ -324,9 +328,9 @@ impl Loop {
         }
     }
 
-    /// Takes what has come in; waits if there is nothing else to do.
-    fn take_commands(&mut self) {
-        if self.core.is_idle() && self.open {
+    /// Takes what has come in; waits for it if that is all there is to do.
+    fn take_commands(&mut self, waits: bool) {
+        if waits && self.open {
             let command = if self.core.is_empty() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {

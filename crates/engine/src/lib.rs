@@ -15,7 +15,7 @@ mod runner;
 mod sampler;
 
 pub use calibration::{Calibration, calibrate_engines, choose_engines};
-pub use engine::core::{Core, StepResult, StepRunner, Submission};
+pub use engine::core::{Core, Proposal, StepResult, StepRunner, Submission};
 pub use engine::disk::DiskTier;
 pub use engine::{Engine, EngineOptions};
 pub use gate::{Distance, distance};

@@ -9,7 +9,8 @@ use troika_model::config::LayerKind;
 use troika_model::weights::WeightClass;
 use troika_model::{Emitter, ModelConfig, WeightTable};
 
-use crate::runner::{state_shape, step_bytes};
+use crate::engine::speculate::decode_bytes;
+use crate::runner::{draft_bytes, state_shape, step_bytes};
 
 /// What is served, and how.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +27,8 @@ pub struct MemorySettings {
     pub tokens: usize,
     /// Threads that compute.
     pub threads: usize,
+    /// Whether the drafter works.
+    pub drafter: bool,
 }
 
 /// Resident bytes of a model that is served, once every weight was read. What the process needs besides, and kept prefixes, come
@@ -58,8 +61,8 @@ impl ModelMemory {
         let mut windows = Windows::default();
         for (key, tensor) in weights.iter() {
             let memory = weight_memory(settings.class, key.role, tensor);
-            // Serving runs no drafter.
-            if memory.stays_mapped && !matches!(key.scope, Scope::Stage(_)) {
+            let is_read = settings.drafter || !matches!(key.scope, Scope::Stage(_));
+            if memory.stays_mapped && is_read {
                 *mapped.entry(WeightClass::of(key)).or_default() += tensor.num_bytes();
                 windows.touch([tensor.data(), tensor.scales(), tensor.biases()]);
             } else if memory.stays_mapped {
@@ -70,11 +73,15 @@ impl ModelMemory {
                 *copied.entry(WeightClass::of(key)).or_default() += memory.copied_bytes;
             }
         }
-        let shape = state_shape(config, &facts, settings.class);
+        let shape = state_shape(config, &facts, settings.class, settings.drafter);
         let emitter = Emitter::new(config.clone(), facts);
-        let values = |rows, logit_rows| step_bytes(&emitter, settings.class, false, rows, logit_rows);
-        let block = shape.block_tokens();
-        let per_sequence = shape.fixed_bytes() + shape.bytes_per_block() * settings.tokens.div_ceil(block) as u64;
+        let values = |rows, logit_rows| step_bytes(&emitter, settings.class, settings.drafter, rows, logit_rows);
+        let block = config.dspark.as_ref().filter(|_| settings.drafter).map_or(0, |dspark| dspark.block_size);
+        let drafts = |sequences| draft_bytes(&emitter, settings.class, sequences);
+        let decode = decode_bytes(settings.sequences, block, values, drafts);
+        let block_tokens = shape.block_tokens();
+        let blocks = settings.tokens.div_ceil(block_tokens) as u64;
+        let per_sequence = shape.fixed_bytes() + shape.bytes_per_block() * blocks;
         Self {
             mapped_neighbours: windows.bytes().saturating_sub(mapped.values().sum()),
             mapped_weights: mapped,
@@ -82,10 +89,10 @@ impl ModelMemory {
             // Prompts of two tokens at least may end in the step, and have logits.
             step_values: values(settings.chunk_tokens, settings.sequences.min(settings.chunk_tokens.div_ceil(2)))
                 * settings.wavefront as u64
-                + values(settings.sequences, settings.sequences),
+                + decode,
             scratch: scratch_bytes(config, settings),
             state_fixed: shape.fixed_bytes(),
-            state_per_1000_tokens: shape.bytes_per_block() * 1000 / block as u64,
+            state_per_1000_tokens: shape.bytes_per_block() * 1000 / block_tokens as u64,
             state: per_sequence * settings.sequences as u64,
         }
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::api::NodeTotals;
 use crate::engine::core::{StepResult, StepRunner};
 use crate::hybrid::HybridStatus;
+pub use draft::Draft;
 use troika_base::{NumericClass, SequenceId, StoredTensor};
 use troika_device::cpu::{CpuDevice, CpuOptions, REVISION};
 use troika_device::npu::{CompileCounts, NpuBackend};
@@ -22,6 +23,10 @@ use troika_runtime::{
 };
 use troika_scheduler::Rule;
 
+mod draft;
+
+pub(crate) use draft::draft_bytes;
+
 /// Settings of a [`Runner`].
 #[derive(Clone, Copy, Debug)]
 pub struct RunnerOptions {
@@ -29,7 +34,7 @@ pub struct RunnerOptions {
     pub class: NumericClass,
     /// The primary device.
     pub cpu: CpuOptions,
-    /// Compute the drafter's context with every step, so that [`Runner::draft`] can be called.
+    /// Compute the drafter's context with every step, so that it can draft.
     pub draft_context: bool,
     /// Keep every intermediate value of a step readable through [`Forward::tap`]. Costs memory.
     pub debug: bool,
@@ -93,7 +98,7 @@ pub enum RunnerError {
     /// Rows of an earlier `Partial` chunk wait for [`Runner::commit`].
     #[error("{0} has rows that are neither accepted nor given up")]
     Uncommitted(SequenceId),
-    /// The model has no drafter, or its context is not computed.
+    /// The model has no drafter.
     #[error("no drafter: {reason}")]
     NoDrafter {
         /// Why.
@@ -169,21 +174,8 @@ impl Forward {
     }
 }
 
-/// What the drafter proposes after the newest token.
-#[derive(Debug)]
-pub struct Draft {
-    /// Proposed tokens, in order.
-    pub tokens: Vec<u32>,
-    /// Logits they were taken from, Markov correction included, `[block, vocab_size]`.
-    pub logits: Vec<f32>,
-    /// Raw confidence of each.
-    pub confidence: Vec<f32>,
-    /// The pass, for its taps and ledger.
-    pub forward: Forward,
-}
-
-/// Templates kept for reuse.
-const MAX_TEMPLATES: usize = 16;
+/// Templates kept for reuse. With a drafter, decode steps are of many widths.
+const MAX_TEMPLATES: usize = 32;
 
 /// Runs forward passes on this machine's devices.
 pub struct Runner {
@@ -195,8 +187,8 @@ pub struct Runner {
     sequences: BTreeMap<SequenceId, Arc<SequenceState>>,
     next_sequence: u64,
     templates: Vec<((StepSignature, Lane), Arc<Template>)>,
-    /// The drafter's block, once it was asked for.
-    draft_template: Option<Arc<Template>>,
+    /// The drafter's blocks, by number of sequences, once they were asked for.
+    draft_templates: BTreeMap<usize, Arc<Template>>,
     /// Chunks of the steps in flight.
     pending: BTreeMap<Ticket, Pending>,
     /// Sequences with a `Partial` chunk that is not yet committed, from its submission on.
@@ -209,7 +201,7 @@ pub struct Runner {
 
 #[derive(Debug)]
 struct Pending {
-    /// Sequence, rows, whether to commit them when the step is done.
+    /// Sequence, rows, whether to commit them when the step is done. A step that drafts leaves no rows.
     chunks: Vec<(SequenceId, usize, Acceptance)>,
     logit_rows: Vec<usize>,
 }
@@ -246,9 +238,15 @@ impl Runner {
         if options.class == NumericClass::Official && has_csa && !config.index_head_dim.is_power_of_two() {
             return Err(RunnerError::IndexWidth { index_head_dim: config.index_head_dim });
         }
+        if options.draft_context && facts.num_stages == 0 {
+            return Err(RunnerError::NoDrafter { reason: "no mtp.* tensors" });
+        }
+        if options.draft_context && config.dspark.is_none() {
+            return Err(RunnerError::NoDrafter { reason: "no dspark_* keys" });
+        }
         let device = Arc::new(CpuDevice::start(options.cpu, options.class)?);
         device.load(weights)?;
-        let shape = state_shape(&config, &facts, options.class);
+        let shape = state_shape(&config, &facts, options.class, options.draft_context);
         let stack_inputs = engines.as_ref().is_some_and(|engines| engines.options.stack_inputs);
         let emitter = Emitter::new(config, facts).stacking_inputs(stack_inputs);
         let backend = engines.as_ref().map(|engines| Arc::clone(&engines.backend));
@@ -268,7 +266,7 @@ impl Runner {
             sequences: BTreeMap::new(),
             next_sequence: 0,
             templates: Vec::new(),
-            draft_template: None,
+            draft_templates: BTreeMap::new(),
             pending: BTreeMap::new(),
             uncommitted: BTreeSet::new(),
         })
@@ -487,7 +485,7 @@ impl Runner {
         let pending = self.pending.remove(&finished.ticket).expect("every step in flight is noted");
         for (sequence, rows, acceptance) in &pending.chunks {
             // The sequence may have been dropped meanwhile.
-            if let (Acceptance::Whole, Some(state)) = (acceptance, self.sequences.get(sequence)) {
+            if let (1.., Acceptance::Whole, Some(state)) = (*rows, acceptance, self.sequences.get(sequence)) {
                 state.commit(*rows);
             }
         }
@@ -531,49 +529,6 @@ impl Runner {
         self.executor.recycle(forward.run);
     }
 
-    /// What the drafter proposes to follow `anchor`, the newest token, which is not yet part of the sequence.
-    ///
-    /// # Errors
-    ///
-    /// If there is no drafter, or the token or sequence is unknown.
-    ///
-    /// # Panics
-    ///
-    /// If other steps are in flight.
-    pub fn draft(&mut self, sequence: SequenceId, anchor: u32) -> Result<Draft, RunnerError> {
-        if self.facts().num_stages == 0 {
-            return Err(RunnerError::NoDrafter { reason: "the checkpoint has no mtp.* tensors" });
-        }
-        if !self.options.draft_context {
-            return Err(RunnerError::NoDrafter { reason: "its context is not being computed" });
-        }
-        let dspark = self.config().dspark.clone().ok_or(RunnerError::NoDrafter { reason: "no dspark_* keys" })?;
-        let state = Arc::clone(self.state(sequence)?);
-        let position = state.len();
-        self.check_tokens(&[anchor], position)?;
-        let mut tokens = vec![dspark.noise_token_id as i32; dspark.block_size];
-        tokens[0] = anchor as i32;
-        let rows = tokens.len();
-        let segment = Segment { sequence, row: 0, rows, position, acceptance: Acceptance::Whole };
-        let rows = StepRows { tokens, segments: vec![segment], logit_rows: (0..rows).collect() };
-        let (emitter, options, executor) = (&self.emitter, &self.options, &self.executor);
-        let emit = || executor.template(emitter.draft(options.class, options.debug), Lane::Decode);
-        let template = Arc::clone(self.draft_template.get_or_insert_with(emit));
-        let ticket = self.executor.submit(Step { template, rows, states: vec![state], priority: Priority::Decode })?;
-        // The block writes no state, so nothing is committed.
-        self.pending.insert(ticket, Pending { chunks: Vec::new(), logit_rows: vec![0] });
-        let (done, forward) = self.next_done()?;
-        assert_eq!(done, ticket, "drafting needs an idle runner");
-        let last = Scope::Stage(self.facts().num_stages as u16 - 1);
-        let kept = "the draft template keeps it";
-        Ok(Draft {
-            tokens: forward.tap_i32(last, "draft_ids").expect(kept).into_iter().map(|id| id as u32).collect(),
-            logits: forward.tap(last, "draft_logits").expect(kept),
-            confidence: forward.tap(last, "confidence").expect(kept),
-            forward,
-        })
-    }
-
     fn check_tokens(&self, tokens: &[u32], position: usize) -> Result<(), RunnerError> {
         let config = self.config();
         if tokens.is_empty() {
@@ -598,7 +553,7 @@ impl Runner {
             // Debugging looks at scores even where there is no choice.
             select: self.options.debug || self.emitter.needs_selection(rows.max_context()),
             class: self.options.class,
-            draft_context: self.options.draft_context && self.facts().num_stages > 0,
+            draft_context: self.options.draft_context,
             debug_blocks: self.options.debug.then(|| rows.max_context() / 4),
         };
         let key = (signature, lane);
@@ -687,6 +642,22 @@ impl StepRunner for Runner {
         step_bytes(&self.emitter, self.options.class, self.options.draft_context, rows, logit_rows)
     }
 
+    fn block_of_drafts(&self) -> usize {
+        Self::block_of_drafts(self)
+    }
+
+    fn draft_bytes(&self, sequences: usize) -> u64 {
+        draft_bytes(&self.emitter, self.options.class, sequences)
+    }
+
+    fn submit_draft(&mut self, newest: &[(SequenceId, u32)]) -> Result<Ticket, RunnerError> {
+        Self::submit_draft(self, newest)
+    }
+
+    fn commit(&mut self, sequence: SequenceId, rows: usize) -> Result<(), RunnerError> {
+        Self::commit(self, sequence, rows)
+    }
+
     fn node_totals(&self, totals: &mut Vec<NodeTotals>) {
         totals.clear();
         totals.extend(self.totals().entries().map(|(kind, device, entry)| NodeTotals {
@@ -733,6 +704,7 @@ impl StepRunner for Runner {
         };
         Ok(done.map(|(ticket, forward)| {
             let logits = (0..forward.logit_rows.len()).map(|chunk| forward.logits(chunk)).collect();
+            let drafts = self.drafts(&forward);
             let elapsed_us = forward.elapsed.as_micros() as u64;
             // The head takes as long for a short chunk as for a long one, which is no measure of the others.
             let of_primary =
@@ -741,7 +713,7 @@ impl StepRunner for Runner {
             let longest_node_us = nodes.max().unwrap_or(0) / 1000;
             let (ledger, tiled_rows) = (forward.ledger.of_engines(), forward.tiled_rows);
             self.recycle(forward);
-            StepResult { ticket, logits, elapsed_us, longest_node_us, ledger, tiled_rows }
+            StepResult { ticket, logits, drafts, elapsed_us, longest_node_us, ledger, tiled_rows }
         }))
     }
 }
@@ -809,19 +781,17 @@ pub(crate) fn step_bytes(
     rows: usize,
     logit_rows: usize,
 ) -> u64 {
-    let signature = StepSignature {
-        rows,
-        logit_rows,
-        select: true,
-        class,
-        draft_context: draft_context && emitter.facts().num_stages > 0,
-        debug_blocks: None,
-    };
+    let signature = StepSignature { rows, logit_rows, select: true, class, draft_context, debug_blocks: None };
     emitter.trunk(&signature).memory().peak_bytes()
 }
 
-/// What each layer keeps per sequence (model spec 11.1).
-pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts, class: NumericClass) -> StateShape {
+/// What each layer keeps per sequence (model spec 11.1), and each stage of the drafter if its context is computed.
+pub(crate) fn state_shape(
+    config: &ModelConfig,
+    facts: &ModelFacts,
+    class: NumericClass,
+    draft_context: bool,
+) -> StateShape {
     let window_only =
         LayerShape { head_dim: config.head_dim, window: config.sliding_window, compressed: None, index: None };
     let pool = |ratio, dim, overlap| Some(PoolShape { ratio, dim, overlap });
@@ -837,6 +807,7 @@ pub(crate) fn state_shape(config: &ModelConfig, facts: &ModelFacts, class: Numer
         };
         (Scope::Layer(layer as u16), shape)
     });
-    let stages = (0..facts.num_stages).map(|stage| (Scope::Stage(stage as u16), window_only));
+    let stages = if draft_context { facts.num_stages } else { 0 };
+    let stages = (0..stages).map(|stage| (Scope::Stage(stage as u16), window_only));
     StateShape { layers: trunk.chain(stages).collect(), rounded: class.rounds_rows() }
 }

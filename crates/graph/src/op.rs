@@ -167,8 +167,8 @@ pub enum Op {
     ConcatColumns,
     /// `x -> x`, a copy that later in-place operations leave alone.
     Copy,
-    /// `logits [B, V], h [B, D] -> logits [B, V] in place, ids [B, 1], confidence [B, 1]`: the drafter's sequential Markov
-    /// correction with greedy choice, starting from the step's first token (10.2).
+    /// `logits [T, V], h [T, D] -> logits [T, V] in place, ids [T, 1], confidence [T, 1]`: the drafter's sequential Markov
+    /// correction with greedy choice, starting from each sequence's first token (10.2). All have as many rows.
     MarkovDraft { w1: WeightRef, w2: WeightRef, confidence: WeightRef },
 }
 

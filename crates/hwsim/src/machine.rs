@@ -559,7 +559,7 @@ impl Session<'_> {
 
     fn step(&mut self, parts: &[Part]) -> Result<Step, SimError> {
         let mut rows = StepRows::default();
-        for Part { request, chunk } in parts {
+        for Part { request, chunk, .. } in parts {
             let (row, sequence) = (rows.tokens.len(), SequenceId(request.0));
             match self.tokens {
                 Some(tokens) => {

@@ -18,7 +18,7 @@ pub const NARROWINGS: usize = 4;
 /// Which kind of step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
-    /// One row, the newest token, of each sequence.
+    /// The newest token of each sequence, and what may have been drafted to follow it.
     Decode,
     /// Chunks of known tokens.
     Prefill,
@@ -123,6 +123,8 @@ pub struct ChunkRecord {
 pub struct Part {
     pub request: RequestId,
     pub chunk: ChunkRecord,
+    /// Drafts that may be verified with it, in the decode lane.
+    pub drafts: usize,
 }
 
 /// One step to be done.
@@ -158,6 +160,10 @@ struct Entry {
     started: bool,
     /// Its steps in flight, oldest first, and its tokens in each.
     in_flight: VecDeque<(u64, usize)>,
+    /// Drafts that are welcome in its next decode step.
+    wanted_drafts: usize,
+    /// Drafts that may be in its step in flight, and have room.
+    drafts: usize,
     paused: bool,
     /// Loses its state once none of its steps is in flight, to be computed again.
     restarts: bool,
@@ -275,6 +281,8 @@ impl Scheduler {
             attached: false,
             started: false,
             in_flight: VecDeque::new(),
+            wanted_drafts: 0,
+            drafts: 0,
             paused: false,
             restarts: false,
             ended: false,
@@ -396,14 +404,29 @@ impl Scheduler {
         self.make_room(&mut plan);
         for (id, entry) in self.sequences.iter().filter(|(_, entry)| entry.can_run(Lane::Decode)) {
             let chunk = ChunkRecord { start: entry.computed, width: 1, narrowed_by: Vec::new() };
-            plan.parts.push(Part { request: *id, chunk });
+            // What follows a token before the newest is known.
+            let drafts = if entry.remaining() == 1 { entry.wanted_drafts } else { 0 };
+            plan.parts.push(Part { request: *id, chunk, drafts });
         }
+        self.make_room_for_drafts(&mut plan.parts);
         if plan.parts.is_empty() {
             self.pace.idle();
         } else if self.num_in_flight(Lane::Prefill) > 0 {
             self.pace.decoding(self.rows_of_prefill());
         }
         plan
+    }
+
+    /// Drafts have what memory is left: nobody gives anything up for them.
+    fn make_room_for_drafts(&mut self, parts: &mut [Part]) {
+        let mut free = self.limits.state_bytes.saturating_sub(self.reserved_bytes());
+        for part in parts.iter_mut().filter(|part| part.drafts > 0) {
+            let tokens = self.sequences[&part.request].tokens + 1;
+            let more = |drafts: usize| self.bytes_of(tokens + drafts).saturating_sub(self.bytes_of(tokens));
+            part.drafts = (0..=part.drafts).rev().find(|drafts| more(*drafts) <= free).unwrap_or(0);
+            free -= more(part.drafts);
+            self.sequences.get_mut(&part.request).expect("planned above").drafts = part.drafts;
+        }
     }
 
     /// Takes state back until what the running sequences hold fits: least urgent first, then the youngest.
@@ -443,7 +466,7 @@ impl Scheduler {
             if chunk.width <= budget {
                 budget -= chunk.width;
                 entry.passed_over = 0;
-                parts.push(Part { request: id, chunk });
+                parts.push(Part { request: id, chunk, drafts: 0 });
             } else {
                 entry.passed_over += 1;
             }
@@ -473,6 +496,7 @@ impl Scheduler {
             let (first, width) = entry.in_flight.pop_front().expect("in the step");
             assert_eq!(first, step, "{id}: its chunks are done in order");
             entry.computed += width;
+            entry.drafts = 0;
             rows += width;
             if entry.ended && entry.in_flight.is_empty() {
                 self.sequences.remove(&id);
@@ -502,6 +526,28 @@ impl Scheduler {
                 self.sequences.remove(&id);
             }
         }
+    }
+
+    /// So many drafts are welcome in the sequence's next decode steps.
+    pub fn set_drafts(&mut self, id: RequestId, wanted: usize) {
+        if let Some(entry) = self.sequences.get_mut(&id) {
+            entry.wanted_drafts = wanted;
+        }
+    }
+
+    /// The first `count` drafts in the sequence's step in flight are its next tokens, computed with the step that
+    /// [`Self::complete`] is about to be called for.
+    ///
+    /// # Panics
+    ///
+    /// If there were fewer.
+    pub fn accept_drafts(&mut self, id: RequestId, count: usize) {
+        let entry = self.sequences.get_mut(&id).expect("sequences outlive their steps");
+        assert!(count <= entry.drafts, "{id} has {} drafts, not {count}", entry.drafts);
+        let (_, width) = entry.in_flight.back_mut().expect("drafts are in a step");
+        *width += count;
+        entry.tokens += count;
+        entry.drafts = 0;
     }
 
     /// The sequence has one more token, which is not yet computed.
@@ -637,9 +683,9 @@ impl Scheduler {
         self.limits.state_cost.bytes_of(tokens, self.limits.geometry.block)
     }
 
-    /// Bytes set aside for sequences with state. One token more than is known, since a step adds one.
+    /// Bytes set aside for sequences with state. One token more than is known, since a step adds one, and the drafts in flight.
     pub fn reserved_bytes(&self) -> u64 {
-        self.sequences.values().filter(|e| e.admitted).map(|e| self.bytes_of(e.tokens + 1)).sum()
+        self.sequences.values().filter(|e| e.admitted).map(|e| self.bytes_of(e.tokens + 1 + e.drafts)).sum()
     }
 
     /// # Panics
@@ -654,6 +700,7 @@ impl Scheduler {
             assert!(entry.scheduled() <= limit, "{id} computes {} of {limit} tokens", entry.scheduled());
             assert!(entry.attached || entry.in_flight.is_empty(), "{id} computes without state");
             assert!(entry.attached || entry.computed == 0, "{id} has progress without state");
+            assert!(entry.drafts == 0 || entry.in_flight.len() == 1, "{id} has drafts in no step");
             let listed = |number| self.in_flight.get(number).is_some_and(|(_, ids)| ids.contains(id));
             assert!(entry.in_flight.iter().all(|(number, _)| listed(number)), "{id} is in a step nobody knows");
             assert!(entry.in_flight.iter().is_sorted(), "{id} has its chunks in order");

@@ -16,7 +16,7 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use troika_engine::{
     FeatureState, HybridStatus, KindPlan, Ledger,
-    api::{ChunkRecord, RequestRecord, StepNote, Usage},
+    api::{ChunkRecord, DraftCounts, RequestRecord, StepNote, Usage},
 };
 use troika_prompt::Tokenizer;
 
@@ -199,6 +199,7 @@ fn describe(record: &RequestRecord, tokenizer: &Tokenizer, tile: usize) -> Value
         "stored_blocks": record.stored_blocks,
         "skipped_blocks": record.skipped_blocks,
         "skipped_because": record.skipped_because,
+        "drafts": record.drafts.as_ref().map(drafts),
         "preemptions": record.preemptions,
         "restarts": record.restarts,
         "chunks": record.chunks.iter().zip(steps).map(|(of, step)| chunk(of, step, tile)).collect::<Vec<_>>(),
@@ -206,6 +207,19 @@ fn describe(record: &RequestRecord, tokenizer: &Tokenizer, tile: usize) -> Value
         "queue_ms": millis(usage.queue_us),
         "prefill_ms": millis(usage.prefill_us),
         "decode_ms": millis(usage.decode_us),
+    })
+}
+
+fn drafts(drafts: &DraftCounts) -> Value {
+    let DraftCounts { verifications, drafted, accepted, by_place, withheld, skipped } = drafts;
+    let by_place = by_place.iter().map(|[drafted, accepted]| json!({"drafted": drafted, "accepted": accepted}));
+    json!({
+        "verifications": verifications,
+        "drafted": drafted,
+        "accepted": accepted,
+        "by_place": by_place.collect::<Vec<_>>(),
+        "withheld": withheld,
+        "skipped": skipped,
     })
 }
 

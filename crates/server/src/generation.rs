@@ -518,7 +518,7 @@ impl EventSink for Sink {
     }
 
     fn ended(&mut self, record: &RequestRecord) {
-        let RequestRecord { usage, diverged, stored_blocks, skipped_because, preemptions, .. } = record;
+        let RequestRecord { usage, diverged, stored_blocks, skipped_because, preemptions, drafts, .. } = record;
         let ending = lock(&self.progress).ending.unwrap_or(match record.finish {
             Some(FinishReason::StopToken(_) | FinishReason::ConstraintComplete) => "stop",
             Some(FinishReason::Length | FinishReason::ContextFull | FinishReason::MemoryFull) => "length",
@@ -541,6 +541,8 @@ impl EventSink for Sink {
             skipped_because,
             chunks = record.chunks.len(),
             preemptions,
+            drafted = drafts.as_ref().map(|drafts| drafts.drafted),
+            accepted = drafts.as_ref().map(|drafts| drafts.accepted),
             queue_us = usage.queue_us,
             prefill_us = usage.prefill_us,
             decode_us = usage.decode_us,

@@ -24,7 +24,7 @@ use prometheus_client::{
 };
 use troika_engine::{
     BankEvents, HybridBytes, HybridStatus, Programs,
-    api::{CacheStatus, EngineStatus, NodeTotals, StepTotals},
+    api::{CacheStatus, DraftCounts, EngineStatus, NodeTotals, StepTotals},
 };
 
 use crate::{ServerState, error::ApiError, routes::App};
@@ -90,6 +90,9 @@ impl Metrics {
         describe_engine(&mut registry, status);
         describe_cache(&mut registry, &status.cache, status.kept_bytes_per_block);
         describe_nodes(&mut registry, &status.nodes);
+        if let Some(drafts) = &status.drafts {
+            describe_drafts(&mut registry, drafts);
+        }
         if let Some(hybrid) = &status.hybrid {
             describe_hybrid(&mut registry, hybrid);
         }
@@ -116,13 +119,13 @@ fn describe_engine(registry: &mut Registry, status: &EngineStatus) {
     count_each(registry, "cached_prompt_tokens", "Prompt tokens that need not be computed", "tier", tiers);
     count(registry, "prompt_tokens", "Prompt tokens computed", status.prompt_tokens_total);
     count(registry, "completion_tokens", "Tokens generated", status.completion_tokens_total);
-    let lanes = [("prefill", status.prefill), ("decode", status.decode)];
+    let lanes = [("prefill", status.prefill), ("decode", status.decode), ("draft", status.draft)];
     let of = |pick: fn(&StepTotals) -> u64| lanes.map(|(lane, totals)| (lane, pick(&totals)));
     count_each(registry, "steps", "Steps done", "lane", of(|totals| totals.steps));
-    let help = "Tokens computed in steps, those of preempted sequences again";
+    let help = "Tokens computed in steps, those of preempted sequences again, and tokens proposed by the drafter";
     count_each(registry, "step_tokens", help, "lane", of(|totals| totals.tokens));
     let seconds = lanes.map(|(lane, totals)| (vec![("lane", lane.to_owned())], totals.busy_us));
-    count_seconds(registry, "step_seconds", "Time in steps; both lanes may run at once", seconds);
+    count_seconds(registry, "step_seconds", "Time in steps, several of which may run at once", seconds);
     let narrowed = status.narrowed_total.iter().map(|(rule, count)| (rule.name(), *count));
     count_each(registry, "narrowed_chunks", "Prompt chunks made narrower by a rule", "rule", narrowed);
     gauge(registry, "state_bytes", "Set aside for the state of running sequences", status.state_bytes_reserved);
@@ -168,6 +171,21 @@ fn describe_cache(registry: &mut Registry, cache: &CacheStatus, block_bytes: u64
     gauge(registry, "cache_disk_loading_requests", help, cache.disk_loading as u64);
     let help = "1 while the disk keeps refusing to write or to read and is asked seldom or not at all";
     gauge(registry, "cache_disk_failed", help, u64::from(cache.disk_failed));
+}
+
+/// What became of what the drafter proposed.
+fn describe_drafts(registry: &mut Registry, drafts: &DraftCounts) {
+    let help = "Shares of decode steps that verify drafts of a sequence";
+    count(registry, "draft_verifications", help, drafts.verifications);
+    let places: Vec<String> = (1..=drafts.by_place.len()).map(|place| place.to_string()).collect();
+    let of =
+        |which: usize| places.iter().map(String::as_str).zip(drafts.by_place.iter().map(move |counts| counts[which]));
+    count_each(registry, "drafted_tokens", "Drafts that were verified, by place in their block", "place", of(0));
+    count_each(registry, "accepted_tokens", "Those of them that were the next tokens", "place", of(1));
+    let help = "Proposals too unlikely to be verified";
+    count(registry, "withheld_drafts", help, drafts.withheld);
+    let skipped = drafts.skipped.iter().map(|(reason, count)| (*reason, *count));
+    count_each(registry, "draft_skips", "Shares of decode steps without drafts", "reason", skipped);
 }
 
 fn describe_nodes(registry: &mut Registry, nodes: &[NodeTotals]) {

@@ -1,7 +1,7 @@
 //! A model that computes nothing: its rows are hashes, and its next token hashes the rows it read back.
 //!
 //! The state is the real one, blocks, boundaries and all, so a row that is missing, stale or somebody else's changes the
-//! tokens. Steps take time on a virtual clock, and fail when told to.
+//! tokens. Steps take time on a virtual clock, and fail when told to. Its drafter knows the right tokens and says wrong ones.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use std::time::Duration;
 use troika_base::{SequenceId, StepId};
 use troika_device::state::{LayerShape, LayerState, Pool, PoolShape};
 use troika_device::{SequenceState, StateShape};
-use troika_engine::{Chunk, Ledger, RunnerError, StepResult, StepRunner, WantLogits};
-use troika_graph::Scope;
+use troika_engine::{Chunk, Ledger, Proposal, RunnerError, StepResult, StepRunner, WantLogits};
+use troika_graph::{Acceptance, Scope};
 use troika_runtime::{ExecutorError, Priority, Ticket};
 
 use crate::mix;
@@ -72,6 +72,19 @@ pub enum Bug {
     NamesConfused,
     /// Blocks of other weights have the same names.
     WeightsNotNamed,
+    /// Rows of drafts that did not hold stay where they are.
+    DraftsNotTakenBack,
+}
+
+/// A drafter that knows the right tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Drafter {
+    /// Tokens that it proposes at once.
+    pub block: usize,
+    /// From one in so many places on, its tokens are wrong.
+    pub wrong_one_in: u64,
+    /// It is not sure of one in so many.
+    pub unsure_one_in: u64,
 }
 
 /// Steps of hashes on a virtual clock.
@@ -80,6 +93,7 @@ pub struct HashModel {
     /// Other weights, other tokens.
     weights: u64,
     bug: Option<Bug>,
+    drafter: Option<Drafter>,
     sequences: BTreeMap<SequenceId, Arc<SequenceState>>,
     dropped: Vec<Arc<SequenceState>>,
     in_flight: Vec<Running>,
@@ -97,18 +111,20 @@ struct Running {
     priority: Priority,
     done_us: u64,
     took_us: u64,
-    chunks: Vec<(SequenceId, usize)>,
+    chunks: Vec<(SequenceId, usize, Acceptance)>,
     logits: Vec<Vec<f32>>,
+    drafts: Vec<Vec<Proposal>>,
     fails: bool,
 }
 
 impl HashModel {
     /// A model at time 0.
-    pub fn new(kinds: Kinds, weights: u64, bug: Option<Bug>) -> Self {
+    pub fn new(kinds: Kinds, weights: u64, bug: Option<Bug>, drafter: Option<Drafter>) -> Self {
         Self {
             shape: kinds.shape(),
             weights,
             bug,
+            drafter,
             sequences: BTreeMap::new(),
             dropped: Vec::new(),
             in_flight: Vec::new(),
@@ -121,7 +137,45 @@ impl HashModel {
 
     fn rows_in_flight(&self, sequence: SequenceId) -> usize {
         let chunks = self.in_flight.iter().flat_map(|step| &step.chunks);
-        chunks.filter(|(other, _)| *other == sequence).map(|(_, rows)| rows).sum()
+        chunks.filter(|(other, ..)| *other == sequence).map(|(_, rows, _)| rows).sum()
+    }
+
+    /// What follows `token` in a sequence, as far as the drafter knows or says.
+    fn proposals(&self, drafter: Drafter, state: &SequenceState, token: u32) -> Vec<Proposal> {
+        let (start, mut token, mut is_right) = (state.len(), token, true);
+        let proposals = (0..drafter.block).map(|place| {
+            let hash = compute(state, self.weights, start + place, token);
+            is_right &= !mix(hash ^ 3).is_multiple_of(drafter.wrong_one_in);
+            token = (hash.wrapping_add(u64::from(!is_right)) % VOCAB_SIZE as u64) as u32;
+            let is_sure = !mix(hash ^ 4).is_multiple_of(drafter.unsure_one_in);
+            Proposal { token, confidence: if is_sure { 3.0 } else { -3.0 } }
+        });
+        let proposals = proposals.collect();
+        state.roll_back();
+        proposals
+    }
+
+    fn start(
+        &mut self,
+        priority: Priority,
+        took_us: u64,
+        chunks: Vec<(SequenceId, usize, Acceptance)>,
+        logits: Vec<Vec<f32>>,
+        drafts: Vec<Vec<Proposal>>,
+    ) -> Ticket {
+        if priority == Priority::Decode {
+            self.in_flight.iter_mut().for_each(|step| step.done_us += took_us);
+        }
+        let fails = self.fails_in == Some(0);
+        self.fails_in = self.fails_in.map(|left| left.saturating_sub(1)).filter(|_| !fails);
+        let ticket = Ticket(StepId(self.next));
+        self.next += 1;
+        // Steps of one sequence are done in order, those of others whenever they are.
+        let shares = |step: &&Running| step.chunks.iter().any(|(id, ..)| chunks.iter().any(|(other, ..)| other == id));
+        let before = self.in_flight.iter().filter(shares).map(|step| step.done_us).max();
+        let done_us = before.unwrap_or(self.now_us) + took_us;
+        self.in_flight.push(Running { ticket, priority, done_us, took_us, chunks, logits, drafts, fails });
+        ticket
     }
 
     /// Sequences with state.
@@ -210,36 +264,54 @@ impl StepRunner for HashModel {
         let mut rows = 0;
         for chunk in chunks {
             let state = self.sequence_state(chunk.sequence)?;
-            let mut next = 0;
             let start = state.len() + self.rows_in_flight(chunk.sequence);
+            let wanted = match chunk.logits {
+                WantLogits::No => 0,
+                WantLogits::Last(last) => last.min(chunk.tokens.len()),
+            };
+            let mut of_chunk = vec![0.0; wanted * VOCAB_SIZE];
             for (index, token) in chunk.tokens.iter().enumerate() {
-                next = compute(&state, self.weights, start + index, *token);
+                let next = compute(&state, self.weights, start + index, *token) % VOCAB_SIZE as u64;
+                if let Some(row) = (index + wanted).checked_sub(chunk.tokens.len()) {
+                    of_chunk[row * VOCAB_SIZE + next as usize] = 1.0;
+                }
             }
-            for scope in self.shape.layers.keys() {
-                let end = start + chunk.tokens.len();
+            let end = start + chunk.tokens.len();
+            for scope in self.shape.layers.keys().filter(|_| chunk.acceptance == Acceptance::Whole) {
                 pools(&mut state.layer(*scope)).for_each(|pool| pool.trim(end));
             }
-            let mut row = vec![0.0; VOCAB_SIZE];
-            row[(next % VOCAB_SIZE as u64) as usize] = 1.0;
-            logits.push(if chunk.logits == WantLogits::No { Vec::new() } else { row });
-            parts.push((chunk.sequence, chunk.tokens.len()));
+            logits.push(of_chunk);
+            parts.push((chunk.sequence, chunk.tokens.len(), chunk.acceptance));
             rows += chunk.tokens.len();
         }
         self.num_rows += rows as u64;
-        let took_us = 1000 + 20 * rows as u64;
-        if priority == Priority::Decode {
-            self.in_flight.iter_mut().for_each(|step| step.done_us += took_us);
+        Ok(self.start(priority, 1000 + 20 * rows as u64, parts, logits, Vec::new()))
+    }
+
+    fn block_of_drafts(&self) -> usize {
+        self.drafter.map_or(0, |drafter| drafter.block)
+    }
+
+    fn submit_draft(&mut self, newest: &[(SequenceId, u32)]) -> Result<Ticket, RunnerError> {
+        let drafter = self.drafter.ok_or(RunnerError::NoDrafter { reason: "the world has none" })?;
+        let (mut parts, mut drafts) = (Vec::new(), Vec::new());
+        for (sequence, token) in newest {
+            let state = self.sequence_state(*sequence)?;
+            assert_eq!(self.rows_in_flight(*sequence), 0, "{sequence} is in a step in flight");
+            drafts.push(self.proposals(drafter, &state, *token));
+            parts.push((*sequence, 0, Acceptance::Whole));
         }
-        let fails = self.fails_in == Some(0);
-        self.fails_in = self.fails_in.map(|left| left.saturating_sub(1)).filter(|_| !fails);
-        let ticket = Ticket(StepId(self.next));
-        self.next += 1;
-        // Steps of one sequence are done in order, those of others whenever they are.
-        let shares = |step: &&Running| step.chunks.iter().any(|(id, _)| parts.iter().any(|(other, _)| other == id));
-        let before = self.in_flight.iter().filter(shares).map(|step| step.done_us).max();
-        let done_us = before.unwrap_or(self.now_us) + took_us;
-        self.in_flight.push(Running { ticket, priority, done_us, took_us, chunks: parts, logits, fails });
-        Ok(ticket)
+        let took_us = 200 + 10 * (newest.len() * drafter.block) as u64;
+        Ok(self.start(Priority::Decode, took_us, parts, Vec::new(), drafts))
+    }
+
+    fn commit(&mut self, sequence: SequenceId, rows: usize) -> Result<(), RunnerError> {
+        let state = self.sequence_state(sequence)?;
+        state.commit(rows);
+        if self.bug != Some(Bug::DraftsNotTakenBack) {
+            state.roll_back();
+        }
+        Ok(())
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<StepResult>, RunnerError> {
@@ -255,21 +327,21 @@ impl StepRunner for HashModel {
         let step = self.in_flight.remove(first);
         self.now_us = self.now_us.max(step.done_us);
         if step.fails {
-            step.chunks.iter().for_each(|(sequence, _)| self.drop_sequence(*sequence));
+            step.chunks.iter().for_each(|(sequence, ..)| self.drop_sequence(*sequence));
             // Whatever builds on it fails with it, at once.
-            let mut lost: Vec<SequenceId> = step.chunks.iter().map(|(sequence, _)| *sequence).collect();
+            let mut lost: Vec<SequenceId> = step.chunks.iter().map(|(sequence, ..)| *sequence).collect();
             self.in_flight.sort_by_key(|other| other.ticket);
             for other in self.in_flight.iter_mut().filter(|other| other.ticket > step.ticket) {
-                if other.chunks.iter().any(|(sequence, _)| lost.contains(sequence)) {
-                    lost.extend(other.chunks.iter().map(|(sequence, _)| *sequence));
+                if other.chunks.iter().any(|(sequence, ..)| lost.contains(sequence)) {
+                    lost.extend(other.chunks.iter().map(|(sequence, ..)| *sequence));
                     (other.fails, other.done_us) = (true, self.now_us);
                 }
             }
             return Err(ExecutorError::Node { step: step.ticket.0, reason: "told to fail".to_owned() }.into());
         }
-        for (sequence, rows) in &step.chunks {
+        for (sequence, rows, acceptance) in &step.chunks {
             // A later step of it may have failed.
-            if let Some(state) = self.sequences.get(sequence) {
+            if let (Acceptance::Whole, Some(state)) = (acceptance, self.sequences.get(sequence)) {
                 state.commit(*rows);
             }
         }
@@ -277,6 +349,7 @@ impl StepRunner for HashModel {
         Ok(Some(StepResult {
             ticket: step.ticket,
             logits: step.logits,
+            drafts: step.drafts,
             elapsed_us,
             longest_node_us,
             ledger: Ledger::default(),

@@ -12,7 +12,7 @@ use troika_engine::{Core, DiskTier, EngineOptions, Submission};
 use troika_kvstore::{Hands, Store};
 
 use crate::disk::{FakeDisk, Faults, Lie};
-use crate::hash_model::{Bug, HashModel, Kinds, VOCAB_SIZE};
+use crate::hash_model::{Bug, Drafter, HashModel, Kinds, VOCAB_SIZE};
 use crate::mix;
 
 const DIR: &str = "cache";
@@ -99,6 +99,10 @@ pub struct Report {
     pub not_asked: u64,
     /// Ends of a process, in good order or not.
     pub restarts: u64,
+    /// Drafts that were verified.
+    pub drafted: u64,
+    /// Those of them that held.
+    pub accepted: u64,
 }
 
 impl Report {
@@ -113,6 +117,8 @@ impl Report {
         self.quarantined += other.quarantined;
         self.not_asked += other.not_asked;
         self.restarts += other.restarts;
+        self.drafted += other.drafted;
+        self.accepted += other.accepted;
     }
 }
 
@@ -154,7 +160,14 @@ pub fn live(seed: u64, bug: Option<Bug>) -> Result<Report, String> {
         let slowest_us = [100, 1_000, 20_000, 60_000_000][dice.roll(4) as usize];
         SimDisk { disk: FakeDisk::new(dice.roll(u64::MAX)), limit_bytes, slowest_us, dice: Dice(mix(!seed)) }
     });
-    let mut world = World { seed, kinds, bug, options, disk, clients: Vec::new(), script: Vec::new() };
+    // Half of the worlds have a drafter; some are nearly always right, others nearly never.
+    let mut of_drafts = Dice(mix(seed ^ 0xd4af));
+    let drafter = of_drafts.one_in(2).then(|| Drafter {
+        block: 1 + of_drafts.roll(6) as usize,
+        wrong_one_in: [2, 4, 50][of_drafts.roll(3) as usize],
+        unsure_one_in: [2, 20][of_drafts.roll(2) as usize],
+    });
+    let mut world = World { seed, kinds, bug, drafter, options, disk, clients: Vec::new(), script: Vec::new() };
     world.write_script(&mut dice);
     let mut report = world.run(fails_in)?;
     report.tokens = world.check()?;
@@ -186,6 +199,7 @@ struct World {
     seed: u64,
     kinds: Kinds,
     bug: Option<Bug>,
+    drafter: Option<Drafter>,
     options: EngineOptions,
     disk: Option<SimDisk>,
     clients: Vec<Client>,
@@ -291,7 +305,7 @@ impl World {
 
     /// Starts a process.
     fn start(&self, now_us: u64, weights: u64) -> Process {
-        let mut model = HashModel::new(self.kinds, weights, self.bug);
+        let mut model = HashModel::new(self.kinds, weights, self.bug, self.drafter);
         model.now_us = now_us;
         let status = Arc::new(Mutex::new(EngineStatus::default()));
         let mut core = Core::new(model, &self.options, Arc::clone(&status));
@@ -447,6 +461,7 @@ impl World {
 impl Process {
     fn report(&self) -> Report {
         let status = lock(&self.status);
+        let drafts = status.drafts.clone().unwrap_or_default();
         Report {
             tokens: 0,
             rows: self.core.runner().num_rows,
@@ -457,6 +472,8 @@ impl Process {
             quarantined: status.cache.disk_quarantined,
             not_asked: status.cache.disk_not_asked,
             restarts: 0,
+            drafted: drafts.drafted,
+            accepted: drafts.accepted,
         }
     }
 

@@ -4,15 +4,16 @@ use std::fmt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use troika_base::NumericClass;
 use troika_base::units::human_bytes;
 use troika_device::map_file;
 use troika_engine::{HybridBytes, MemorySettings, ModelMemory, foresee_engines, plan_engines};
 use troika_model::inspect::inspect;
-use troika_model::{Checkpoint, ScaleCheck, WeightTable};
+use troika_model::{Checkpoint, DrafterStatus, ScaleCheck, WeightTable};
 
+use crate::drafter::Drafter;
 use crate::hybrid::{HybridArgs, Wish};
 use crate::report;
 use crate::size::Size;
@@ -58,6 +59,9 @@ pub(crate) struct Args {
     /// With --memory: tokens of each request and its answer.
     #[arg(long, default_value_t = 4096, value_name = "N", requires = "memory")]
     tokens: u32,
+    /// With --memory: with the checkpoint's drafter at work.
+    #[arg(long, value_enum, default_value_t = Drafter::Off, requires = "memory")]
+    drafter: Drafter,
     /// With --memory: most memory for kept prefixes, as `serve` takes it.
     #[arg(long, default_value = "1G", value_name = "SIZE", requires = "memory")]
     cache_ram_limit: Size,
@@ -144,7 +148,11 @@ impl Memory {
             sequences: args.running as usize,
             tokens: args.tokens as usize,
             threads,
+            drafter: args.drafter == Drafter::On,
         };
+        if let (true, DrafterStatus::Unavailable { reason }) = (settings.drafter, weights.drafter()) {
+            bail!("--drafter on: MTP unavailable: {reason} in {}", args.dir.display());
+        }
         let model = ModelMemory::foresee(config, &weights, &settings);
         // A model without a tokenizer can be inspected, though not served.
         let tokenizer = std::fs::metadata(args.dir.join("tokenizer.json")).map_or(0, |metadata| metadata.len());

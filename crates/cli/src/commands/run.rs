@@ -10,7 +10,9 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use troika_base::NumericClass;
 use troika_base::units::human_bytes;
-use troika_engine::api::{Delivery, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling, SubmitError};
+use troika_engine::api::{
+    Delivery, DraftCounts, Event, EventSink, FinishReason, GenerateRequest, Generator, Sampling, SubmitError,
+};
 use troika_engine::{Engine, EngineOptions};
 use troika_prompt::{
     ChatOptions, Conversation, Detokenizer, FixedTexts, MarkerText, Message, StopMatcher, ThinkingMode, Tokenizer,
@@ -18,6 +20,7 @@ use troika_prompt::{
 };
 
 use super::serve::{Signal, terminated};
+use crate::drafter::DrafterArgs;
 use crate::hybrid::{HybridArgs, WavefrontArgs};
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::ModelArgs;
@@ -43,6 +46,8 @@ pub(crate) struct Args {
     wavefront: WavefrontArgs,
     #[command(flatten)]
     tuning: TuningArgs,
+    #[command(flatten)]
+    drafter: DrafterArgs,
     /// Take the prompt as a user's message to answer, not as a text to continue.
     #[arg(long)]
     chat: bool,
@@ -102,7 +107,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
         stop_tokens: model.config.eos_token_ids.clone(),
         ..GenerateRequest::new(ids, args.max_tokens as usize, sampling)
     };
-    let options = args.model.runner_options(class);
+    let mut options = args.model.runner_options(class);
+    args.drafter.apply(&model, &mut options)?;
     let (hybrid, wavefront) = args.tuning.apply(&model, &options, &args.hybrid, args.wavefront.steps())?;
     let (runner, wavefront) = model.hybrid_runner(options, &hybrid, wavefront, args.memory.of_engines())?;
     let options = EngineOptions {
@@ -131,10 +137,11 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let end = printed.print(received).await?;
     engine.cancel(id);
     engine.shutdown();
+    let drafts = engine.status().drafts;
     if printed.text_bytes > 0 && !printed.ends_with_newline {
         println!();
     }
-    summarize(&printed, &end, submitted, loaded.as_secs_f64());
+    summarize(&printed, &end, drafts.as_ref(), submitted, loaded.as_secs_f64());
     Ok(match end {
         End::Interrupted(signal) => signal.exit_code(),
         _ => ExitCode::SUCCESS,
@@ -255,7 +262,7 @@ impl Printed {
     }
 }
 
-fn summarize(printed: &Printed, end: &End, submitted: Instant, load_s: f64) {
+fn summarize(printed: &Printed, end: &End, drafts: Option<&DraftCounts>, submitted: Instant, load_s: f64) {
     let rate = |tokens: usize, seconds: f64| {
         if seconds > 0.0 { format!("{:.1} tok/s", tokens as f64 / seconds) } else { "-".to_owned() }
     };
@@ -279,8 +286,10 @@ fn summarize(printed: &Printed, end: &End, submitted: Instant, load_s: f64) {
     };
     let memory = report::peak_memory_bytes().map_or("unknown".to_owned(), human_bytes);
     let ttft = ttft.map_or("-".to_owned(), |s| format!("{:.0} ms", s * 1e3));
+    let drafts =
+        drafts.map_or(String::new(), |counts| format!(", {} of {} drafts accepted", counts.accepted, counts.drafted));
     eprintln!(
-        "prompt {} tokens, {prompt} | generated {} tokens, {decode} | first token after {ttft} | loaded in {load_s:.2} s | \
+        "prompt {} tokens, {prompt} | generated {} tokens, {decode}{drafts} | first token after {ttft} | loaded in {load_s:.2} s | \
          peak memory {memory} | ended by {why}",
         printed.prompt_tokens, printed.num_tokens,
     );

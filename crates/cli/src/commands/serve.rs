@@ -14,6 +14,7 @@ use troika_engine::{DiskTier, Engine, EngineOptions};
 use troika_kvstore::Store;
 use troika_server::{Access, Limits, SamplingDefaults, ServerState};
 
+use crate::drafter::DrafterArgs;
 use crate::hybrid::{HybridArgs, WavefrontArgs};
 use crate::memory::{self, MemoryArgs};
 use crate::model_source::{ModelArgs, OpenModel};
@@ -35,6 +36,8 @@ pub(crate) struct Args {
     wavefront: WavefrontArgs,
     #[command(flatten)]
     tuning: TuningArgs,
+    #[command(flatten)]
+    drafter: DrafterArgs,
     /// Address to listen on. Addresses that other machines can reach need an API key.
     #[arg(long, default_value = "127.0.0.1", value_name = "ADDRESS")]
     host: IpAddr,
@@ -193,7 +196,8 @@ pub(crate) async fn run(args: &Args) -> Result<ExitCode> {
     let (temperature, top_p) = model.sampling_advice()?;
     let limit = model.config.model.max_position_embeddings;
     let max_context_tokens = if args.max_context == 0 { limit } else { args.max_context.min(limit) };
-    let runner_options = args.model.runner_options(class);
+    let mut runner_options = args.model.runner_options(class);
+    args.drafter.apply(&model, &mut runner_options)?;
     let (hybrid, wavefront) = args.tuning.apply(&model, &runner_options, &args.hybrid, args.wavefront.steps())?;
     let cache_bytes = if args.no_cache { 0 } else { args.cache_ram_limit.0 };
     let options = EngineOptions {

@@ -262,6 +262,32 @@ fn no_server_outlives_its_benchmark() {
     ran.fails(1, &["the run is incomplete: the server ended with signal: 9 (SIGKILL)", "serve --class fast"]);
 }
 
+/// Two experiments: the same tokens, and the server's own count of drafts.
+#[test]
+fn with_and_without_the_drafter() {
+    let args = ["bench", "--drafter", "both", "--rounds", "3", "--max-rounds", "3", "--repeats", "1", "--json", "-"];
+    let few = ["--prompt-lengths", "129", "--fit", "natural", "--generate", "20", "--min-sample-ms", "0"];
+    let record = troika(&[&args[..], &few, &["--threads", "1"]].concat()).ok().json();
+    let experiments = record["experiments"].as_array().expect("experiments");
+    assert_eq!(experiments.iter().map(|e| e["drafter"] == true).collect::<Vec<_>>(), [false, true]);
+    let cells = experiments.iter().map(|experiment| &experiment["cells"][0]);
+    let [without, with] = cells.collect::<Vec<_>>()[..] else { panic!("two of them") };
+    assert!(with["void"].is_null() && with["ids_sha256"] == without["ids_sha256"], "{with}");
+    let arms = |cell: &Value| cell["arms"].as_array().expect("arms").clone();
+    for (arm, plain) in arms(with).iter().zip(arms(without)) {
+        let drafts = &arm["drafts"];
+        let count = |count: &Value| count.as_u64().expect("a count");
+        let skipped: u64 = drafts["skipped"].as_object().expect("reasons").values().map(count).sum();
+        // Of three answers the first token is the prompt's.
+        let steps = count(&drafts["verifications"]) + skipped;
+        assert_eq!(3 * 20, 3 + steps + count(&drafts["accepted"]), "{drafts}");
+        let tokens = &drafts["without"]["tokens"];
+        assert_eq!((&tokens["prompts"], &tokens["equal"]), (&Value::from(1), &Value::from(1)), "{drafts}");
+        assert_eq!(drafts["without"]["decode_tps"], plain["decode_tps"]);
+        assert!(plain["drafts"].is_null(), "{plain}");
+    }
+}
+
 #[cfg(unix)]
 #[test]
 fn an_interrupted_run_keeps_what_it_has_and_says_so() {

@@ -5,7 +5,7 @@ use std::sync::MutexGuard;
 use troika_graph::op::{
     Attention, AttentionPattern, Compressor, HcWeights, HyperConnection, Indexer, RowRounding, Scoring,
 };
-use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, ValueId, WeightRef};
+use troika_graph::{Acceptance, Node, NodeId, Op, Segment, StatePart, StepRows, ValueId, WeightRef};
 use troika_kernels as kernels;
 use troika_kernels::int8::{self, Int8Expert, Product};
 use troika_kernels::{
@@ -423,17 +423,26 @@ impl Call<'_> {
         let dim = self.cols(self.input(1));
         let mut ids = self.run.write_i32(self.output(1));
         let mut confidences = self.run.write_f32(self.output(2));
-        let mut previous = self.run.rows().tokens[0] as usize;
-        let (mut embedding, mut bias) = (vec![0.0; rank], vec![0.0; vocab]);
+        let StepRows { tokens, segments, .. } = self.run.rows();
+        // One row of each sequence at a time, since the weights are read as often.
+        let mut previous: Vec<usize> = segments.iter().map(|segment| tokens[segment.row] as usize).collect();
+        let (mut embeddings, mut bias) = (vec![0.0; segments.len() * rank], vec![0.0; segments.len() * vocab]);
         self.update(|logits| {
-            for (b, logits) in logits.chunks_exact_mut(vocab).enumerate() {
-                kernels::row_to_f32(w1, previous, &mut embedding);
-                kernels::matmul(self.ctx, &embedding, w2, &mut bias);
-                logits.iter_mut().zip(&bias).for_each(|(logit, bias)| *logit += bias);
-                let features = hidden[b * dim..(b + 1) * dim].iter().chain(&embedding);
-                confidences[b] = features.zip(&confidence_weight).map(|(x, w)| x * w).sum();
-                previous = kernels::argmax(logits);
-                ids[b] = previous as i32;
+            for b in 0..segments[0].rows {
+                for (previous, embedding) in previous.iter().zip(embeddings.chunks_exact_mut(rank)) {
+                    kernels::row_to_f32(w1, *previous, embedding);
+                }
+                kernels::matmul(self.ctx, &embeddings, w2, &mut bias);
+                let of_each = embeddings.chunks_exact(rank).zip(bias.chunks_exact(vocab));
+                for ((segment, previous), (embedding, bias)) in segments.iter().zip(&mut previous).zip(of_each) {
+                    let row = segment.row + b;
+                    let logits = &mut logits[row * vocab..(row + 1) * vocab];
+                    logits.iter_mut().zip(bias).for_each(|(logit, bias)| *logit += bias);
+                    let features = hidden[row * dim..(row + 1) * dim].iter().chain(embedding);
+                    confidences[row] = features.zip(&confidence_weight).map(|(x, w)| x * w).sum();
+                    *previous = kernels::argmax(logits);
+                    ids[row] = *previous as i32;
+                }
             }
         });
     }

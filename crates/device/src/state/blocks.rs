@@ -350,8 +350,20 @@ mod tests {
         StateShape { layers: layers.into_iter().collect(), rounded: false }
     }
 
-    /// Appends tokens whose values are their positions, as the nodes of one step would.
+    /// Appends tokens whose values are their positions, as the nodes of one step would, and keeps them.
     fn stage(state: &SequenceState, positions: std::ops::Range<usize>) {
+        stage_drafts(state, positions.clone());
+        for scope in [0, 1, 2].map(Scope::Layer) {
+            let layer = &mut *state.layer(scope);
+            for pool in [&mut layer.compressed, &mut layer.index].into_iter().flatten() {
+                pool.trim(positions.end);
+            }
+        }
+        state.commit(positions.len());
+    }
+
+    /// As [`stage`], but whether any are kept is left open.
+    fn stage_drafts(state: &SequenceState, positions: std::ops::Range<usize>) {
         for scope in [0, 1, 2].map(Scope::Layer) {
             let layer = &mut *state.layer(scope);
             for p in positions.clone() {
@@ -365,11 +377,31 @@ mod tests {
                     }
                 }
             }
-            for pool in [&mut layer.compressed, &mut layer.index].into_iter().flatten() {
-                pool.trim(positions.end);
-            }
         }
-        state.commit(positions.len());
+    }
+
+    /// Those that are kept may end at the boundary or after it; of one among rows that are taken back nothing is left.
+    #[test]
+    fn boundaries_among_drafts_are_those_of_rows_that_are_kept() {
+        let want = SequenceState::new(&shape());
+        want.want_boundaries(&[128]);
+        stage(&want, 0..128);
+        let want = want.take_boundaries();
+        for kept in 1..=6 {
+            let state = SequenceState::new(&shape());
+            stage(&state, 0..125);
+            state.want_boundaries(&[128]);
+            stage_drafts(&state, 125..131);
+            state.commit(kept);
+            state.roll_back();
+            if kept < 3 {
+                assert_eq!(state.take_boundaries(), [], "{kept} kept");
+                state.want_boundaries(&[128]);
+                stage(&state, 125 + kept..130);
+            }
+            assert_eq!(state.take_boundaries(), want, "{kept} kept");
+            assert!(state.wanted.lock().expect("not poisoned").is_empty(), "{kept} kept");
+        }
     }
 
     #[test]

@@ -13,23 +13,22 @@ use std::time::Duration;
 use troika_base::{RequestId, SequenceId};
 use troika_device::state::Packing;
 use troika_device::{SequenceState, StateShape};
-use troika_graph::Acceptance;
-use troika_runtime::{ExecutorError, Ledger, Priority, Ticket};
-use troika_scheduler::{
-    Geometry, GeometryRequest, Lane, Limits, NewSequence, Part, Refusal, Rule, Scheduler, StateCost, StepPlan,
-};
+use troika_runtime::{Ledger, Priority, Ticket};
+use troika_scheduler::{Geometry, GeometryRequest, Lane, Limits, NewSequence, Refusal, Rule, Scheduler, StateCost};
 
+use self::steps::InFlight;
 use super::EngineOptions;
 use super::disk::DiskTier;
 use super::given_up::GivenUp;
 use super::live::Live;
 use super::prefix::{CacheIdentity, Prefixes, Sharing};
 use super::skips::{SkipWarning, Skips, WINDOW};
-use crate::api::{
-    EngineStatus, Event, EventSink, FinishReason, GenerateRequest, MAX_CHUNK_RECORDS, NodeTotals, StepNote, StepTotals,
-};
+use super::speculate::{Drafting, decode_bytes};
+use crate::api::{DraftCounts, EngineStatus, Event, EventSink, FinishReason, GenerateRequest, NodeTotals};
 use crate::hybrid::HybridStatus;
-use crate::runner::{Chunk, RunnerError, WantLogits};
+use crate::runner::{Chunk, RunnerError};
+
+mod steps;
 
 /// Does forward passes. The engine's own is [`crate::Runner`]; tests have one that computes no model.
 pub trait StepRunner {
@@ -127,7 +126,32 @@ pub trait StepRunner {
     /// If a chunk is malformed; nothing has changed then.
     fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError>;
 
-    /// Waits for any step in flight, at most for `timeout`. Rows of the step are committed.
+    /// Tokens that a drafter proposes at once; 0 = there is none.
+    fn block_of_drafts(&self) -> usize {
+        0
+    }
+
+    /// Bytes that the values of a step of the drafter take for so many sequences.
+    fn draft_bytes(&self, sequences: usize) -> u64 {
+        let _ = sequences;
+        0
+    }
+
+    /// Queues a step of the drafter: what may follow the newest token of each sequence, none of whose steps are in flight.
+    ///
+    /// # Errors
+    ///
+    /// If there is no drafter or a token is malformed; nothing has changed then.
+    fn submit_draft(&mut self, newest: &[(SequenceId, u32)]) -> Result<Ticket, RunnerError>;
+
+    /// Keeps the first `rows` rows of a sequence's `Partial` chunk that is done, and takes the others back.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such sequence.
+    fn commit(&mut self, sequence: SequenceId, rows: usize) -> Result<(), RunnerError>;
+
+    /// Waits for any step in flight, at most for `timeout`. Rows of `Whole` chunks are committed.
     ///
     /// # Errors
     ///
@@ -142,6 +166,8 @@ pub struct StepResult {
     pub ticket: Ticket,
     /// Of each chunk, `[rows, vocab_size]`.
     pub logits: Vec<Vec<f32>>,
+    /// Of each sequence, if it was a step of the drafter.
+    pub drafts: Vec<Vec<Proposal>>,
     /// From submission to the last node, microseconds.
     pub elapsed_us: u64,
     /// The longest node, microseconds.
@@ -150,6 +176,15 @@ pub struct StepResult {
     pub ledger: Ledger,
     /// Rows of the tiles that engines were given of each projection, rows of zeros included.
     pub tiled_rows: usize,
+}
+
+/// A token that the drafter proposes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Proposal {
+    /// Its id.
+    pub token: u32,
+    /// How sure the drafter is that it is right if those before it are: the logit of a chance.
+    pub confidence: f32,
 }
 
 /// A request on its way to the core.
@@ -170,15 +205,6 @@ impl Submission {
     }
 }
 
-/// What a step in flight was made of.
-struct InFlight {
-    lane: Lane,
-    /// The scheduler's number of it.
-    number: u64,
-    /// Request and tokens, in the order of the step's chunks.
-    parts: Vec<(RequestId, usize)>,
-}
-
 /// Requests, and what becomes of them.
 pub struct Core<R> {
     runner: R,
@@ -195,6 +221,9 @@ pub struct Core<R> {
     throttle: u32,
     skips: Skips,
     given_up: GivenUp,
+    /// Tokens that the drafter proposes at once; 0 = there is none.
+    block_of_drafts: usize,
+    drafting: Drafting,
 }
 
 impl<R: StepRunner> Core<R> {
@@ -213,6 +242,7 @@ impl<R: StepRunner> Core<R> {
         let prefixes = (options.cache_bytes > 0).then(|| Prefixes::new(options.cache_bytes, block, granule, identity));
         let (requests, in_flight) = (BTreeMap::new(), BTreeMap::new());
         let max_context_tokens = options.max_context_tokens;
+        let block_of_drafts = runner.block_of_drafts();
         {
             let limits = scheduler.limits();
             let mut status = lock(&status);
@@ -220,6 +250,7 @@ impl<R: StepRunner> Core<R> {
             status.state_bytes_per_block = limits.state_cost.bytes_per_block;
             status.kept_bytes_per_block = runner.state_shape().kept_bytes_per_block();
             status.geometry = limits.geometry.to_string();
+            status.drafts = (block_of_drafts > 0).then(DraftCounts::default);
             status.step_bytes = steps_bytes(&runner, limits.geometry.step, limits.max_running, limits.wavefront);
         }
         Self {
@@ -234,6 +265,8 @@ impl<R: StepRunner> Core<R> {
             throttle: 0,
             skips: Skips::default(),
             given_up: GivenUp::default(),
+            block_of_drafts,
+            drafting: Drafting::default(),
         }
     }
 
@@ -286,6 +319,7 @@ impl<R: StepRunner> Core<R> {
     /// Takes a request.
     pub fn submit(&mut self, submission: Submission, now_us: u64) {
         let mut live = Live::new(submission);
+        live.notes.drafts = (self.block_of_drafts > 0).then(DraftCounts::default);
         live.thread = self.prefixes.as_ref().map(|prefixes| prefixes.thread(&live.request.service.tenant));
         let service = &live.request.service;
         let deadline_us =
@@ -347,6 +381,7 @@ impl<R: StepRunner> Core<R> {
         self.take_loaded(now_us);
         self.make_memory();
         self.admit(now_us);
+        self.wish_for_drafts();
         for lane in [Lane::Decode, Lane::Prefill] {
             while self.scheduler.has_room(lane) {
                 let plan = self.scheduler.plan(lane, now_us);
@@ -569,195 +604,6 @@ impl<R: StepRunner> Core<R> {
         status.cache = self.prefixes.as_ref().map(Prefixes::status).unwrap_or_default();
     }
 
-    fn carry_out(&mut self, lane: Lane, plan: StepPlan) {
-        for id in plan.preempted {
-            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
-            match (live.sequence.take(), live.load.take(), &mut self.prefixes) {
-                (Some(sequence), _, _) => self.runner.drop_sequence(sequence),
-                (None, Some(load), Some(prefixes)) => prefixes.abandon(load),
-                _ => panic!("a preempted sequence has state or is about to get it"),
-            }
-            live.num_computed_tokens = 0;
-            live.notes.preemptions += 1;
-            tracing::debug!(request_id = %id, "preempted");
-        }
-        for id in plan.exhausted {
-            let live = self.requests.get_mut(&id).expect("the scheduler knows live requests only");
-            live.finish(FinishReason::MemoryFull);
-        }
-        if !plan.parts.is_empty() {
-            self.submit_step(lane, plan.number, plan.parts);
-        }
-    }
-
-    fn submit_step(&mut self, lane: Lane, number: u64, parts: Vec<Part>) {
-        self.want_boundaries(&parts);
-        let chunks: Vec<Chunk<'_>> = parts
-            .iter()
-            .map(|part| {
-                let live = &self.requests[&part.request];
-                let tokens = &live.tokens[part.chunk.start..part.chunk.start + part.chunk.width];
-                // Where a prompt ends its answer begins, whichever the lane.
-                let is_newest = part.chunk.start + part.chunk.width == live.tokens.len();
-                let logits = if lane == Lane::Decode || is_newest { WantLogits::Last(1) } else { WantLogits::No };
-                let sequence = live.sequence.expect("a part of a step has a sequence");
-                Chunk { sequence, tokens, logits, acceptance: Acceptance::Whole }
-            })
-            .collect();
-        let priority = if lane == Lane::Decode { Priority::Decode } else { Priority::Prefill };
-        for part in parts.iter().filter(|_| lane == Lane::Prefill) {
-            let after_hit = part.chunk.start > 0 && part.chunk.start == self.requests[&part.request].resumed_at;
-            part.chunk.narrowed_by.iter().for_each(|narrowing| self.runner.note_narrowed(narrowing.rule, after_hit));
-        }
-        let submitted = self.runner.submit(&chunks, priority);
-        match submitted {
-            Ok(ticket) => {
-                for part in parts.iter().filter(|_| lane == Lane::Prefill) {
-                    let mut status = lock(&self.status);
-                    for narrowing in &part.chunk.narrowed_by {
-                        *status.narrowed_total.entry(narrowing.rule).or_default() += 1;
-                    }
-                    drop(status);
-                    let live = self.requests.get_mut(&part.request).expect("taken from the table");
-                    if live.notes.chunks.len() < MAX_CHUNK_RECORDS {
-                        live.notes.chunks.push(part.chunk.clone());
-                    }
-                }
-                let parts = parts.into_iter().map(|part| (part.request, part.chunk.width)).collect();
-                self.in_flight.insert(ticket, InFlight { lane, number, parts });
-            }
-            Err(error) => {
-                self.scheduler.abandon(number);
-                for part in parts {
-                    self.requests.get_mut(&part.request).expect("taken from the table").fail(&error.to_string());
-                }
-            }
-        }
-    }
-
-    fn want_boundaries(&self, parts: &[Part]) {
-        let Some(prefixes) = &self.prefixes else { return };
-        for part in parts {
-            let live = &self.requests[&part.request];
-            let (Some(thread), Some(sequence)) = (&live.thread, live.sequence) else { continue };
-            let (start, width) = (part.chunk.start, part.chunk.width);
-            let wanted = prefixes.wanted(thread, start, width, live.tokens.len(), live.prompt_tokens);
-            if !wanted.is_empty()
-                && let Ok(state) = self.runner.sequence_state(sequence)
-            {
-                state.want_boundaries(&wanted);
-            }
-        }
-    }
-
-    /// Leaves what a sequence has computed to others.
-    fn store(&mut self, id: RequestId) {
-        let Some(live) = self.requests.get_mut(&id) else { return };
-        let (Some(prefixes), Some(thread), Some(sequence)) = (&mut self.prefixes, &mut live.thread, live.sequence)
-        else {
-            return;
-        };
-        if let Ok(state) = self.runner.sequence_state(sequence) {
-            prefixes.store(thread, &live.tokens, live.prompt_tokens, &state);
-        }
-    }
-
-    /// Waits for a step in flight, at most for `timeout`, and takes its results at the time `now_us` then says.
-    ///
-    /// # Panics
-    ///
-    /// If nothing is in flight, or the devices are gone.
-    pub fn wait(&mut self, timeout: Option<Duration>, now_us: impl Fn(&R) -> u64) {
-        let mut timeout = timeout;
-        // With a step fail those that build on it, and nothing is planned before all of them are known.
-        while self.wait_once(timeout, &now_us) && !self.in_flight.is_empty() {
-            timeout = Some(Duration::ZERO);
-        }
-    }
-
-    /// As [`Self::wait`]; true if a step failed.
-    fn wait_once(&mut self, timeout: Option<Duration>, now_us: &impl Fn(&R) -> u64) -> bool {
-        match self.runner.wait(timeout) {
-            Ok(None) => {
-                self.note_quarantine();
-                false
-            }
-            Ok(Some(result)) => {
-                self.note_quarantine();
-                self.publish_nodes();
-                let step = self.in_flight.remove(&result.ticket).expect("every step in flight is noted");
-                let now_us = now_us(&self.runner);
-                self.take_results(&step, result, now_us);
-                false
-            }
-            Err(RunnerError::Executor(ExecutorError::Node { step, reason })) => {
-                tracing::error!(%step, reason, "a step failed");
-                self.note_quarantine();
-                self.publish_nodes();
-                let failed = self.in_flight.remove(&Ticket(step)).expect("every step in flight is noted");
-                self.scheduler.abandon(failed.number);
-                for (id, _) in failed.parts {
-                    let live = self.requests.get_mut(&id).expect("requests outlive their steps");
-                    // The runner has dropped its state.
-                    live.sequence = None;
-                    live.fail(&format!("the computation failed: {reason}"));
-                }
-                true
-            }
-            Err(error) => panic!("the devices are gone: {error}"),
-        }
-    }
-
-    fn take_results(&mut self, step: &InFlight, result: StepResult, now_us: u64) {
-        let (mut elapsed_us, total_us) = (result.elapsed_us, result.elapsed_us);
-        if step.lane == Lane::Prefill {
-            // What it waited for the step before it is that one's time.
-            elapsed_us = elapsed_us.min(now_us.saturating_sub(self.last_prefill_us));
-            self.last_prefill_us = now_us;
-        }
-        self.scheduler.complete(step.number, now_us, elapsed_us, result.longest_node_us);
-        self.given_up.step_done(self.scheduler.bytes_spare());
-        {
-            let mut status = lock(&self.status);
-            let totals = if step.lane == Lane::Decode { &mut status.decode } else { &mut status.prefill };
-            let StepTotals { steps, tokens, busy_us } = totals;
-            *steps += 1;
-            *tokens += step.parts.iter().map(|(_, width)| *width as u64).sum::<u64>();
-            *busy_us += elapsed_us;
-        }
-        let rows: usize = step.parts.iter().map(|(_, width)| width).sum();
-        let note = StepNote { rows, tiled_rows: result.tiled_rows, model_us: elapsed_us, total_us };
-        for ((id, width), mut logits) in step.parts.iter().zip(result.logits) {
-            if !self.requests[id].is_untrusted {
-                self.store(*id);
-            }
-            let live = self.requests.get_mut(id).expect("requests outlive their steps");
-            let before = live.num_computed_tokens;
-            live.num_computed_tokens += width;
-            live.notes.ledger.merge(&result.ledger);
-            if step.lane == Lane::Prefill && live.notes.steps.len() < MAX_CHUNK_RECORDS {
-                live.notes.steps.push(note);
-            }
-            let of_prompt = live.num_computed_tokens.min(live.prompt_tokens).saturating_sub(before);
-            lock(&self.status).prompt_tokens_total += of_prompt as u64;
-            if live.ended || live.is_untrusted {
-                continue;
-            }
-            if of_prompt > 0 {
-                live.report_prefill();
-            }
-            // One that was decoded before a preemption, and is decoded again, has its next token already.
-            let is_newest = live.num_computed_tokens == live.tokens.len();
-            if is_newest && !logits.is_empty() && !live.ended && live.draw(&mut logits, self.max_context_tokens, now_us)
-            {
-                lock(&self.status).completion_tokens_total += 1;
-            }
-            if is_newest && !live.ended {
-                self.scheduler.push_token(*id);
-            }
-        }
-    }
-
     /// # Panics
     ///
     /// If the books do not add up.
@@ -844,7 +690,9 @@ fn steps_bytes(runner: &impl StepRunner, step: usize, max_running: usize, wavefr
     // of two tokens at least.
     let ends = if runner.tile().is_some() { 0 } else { max_running.min(step.div_ceil(2)) };
     let prefill = runner.step_bytes(step, ends).saturating_mul(wavefront as u64);
-    prefill.saturating_add(runner.step_bytes(max_running, max_running))
+    let step = |rows, logit_rows| runner.step_bytes(rows, logit_rows);
+    let draft = |sequences| runner.draft_bytes(sequences);
+    prefill.saturating_add(decode_bytes(max_running, runner.block_of_drafts(), step, draft))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -81,7 +81,7 @@ impl Live {
         }
     }
 
-    fn num_generated(&self) -> usize {
+    pub(super) fn num_generated(&self) -> usize {
         self.tokens.len() - self.prompt_tokens
     }
 

@@ -335,8 +335,8 @@ impl Prefixes {
                 || at == last_of(known)
                 || at == last_of(prompt)
                 || at == thread.matched * block
-                // The answer may end here.
-                || (at == known && at > prompt)
+                // The answer may end here, also among tokens that are only drafted.
+                || (at >= known && at > prompt)
         };
         (start / block + 1..=end / block).map(|index| index * block).filter(|at| is_wanted(*at)).collect()
     }

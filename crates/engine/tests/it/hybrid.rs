@@ -53,13 +53,12 @@ pub(crate) fn wish(placements: BTreeMap<Kind, Placement>, tail_threshold: usize)
 }
 
 pub(crate) fn nano(engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
-    nano_with(NumericClass::Fast, false, engines)
+    nano_with(RunnerOptions::new(NumericClass::Fast), engines)
 }
 
-fn nano_with(class: NumericClass, debug: bool, engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
+pub(crate) fn nano_with(mut options: RunnerOptions, engines: Option<(Arc<dyn NpuBackend>, HybridOptions)>) -> Runner {
     let checkpoint = Checkpoint::open(&repo_root().join("models/nano"), &map_file).expect("nano opens");
     let weights = WeightTable::build(&checkpoint, ScaleCheck::All).expect("it is complete");
-    let mut options = RunnerOptions { debug, ..RunnerOptions::new(class) };
     options.cpu.threads = 1;
     let mut progress = |_, _, _| ();
     let engines = engines.map(|(backend, options)| Engines { backend, options, progress: &mut progress });
@@ -83,7 +82,7 @@ engine_tests! { SOFT }
 fn other_classes_and_wrong_tiles_are_refused_with_a_reason() {
     for (class, tile, want) in [(NumericClass::Exact, TILE, "class: "), (NumericClass::Fast, 100, "tile: ")] {
         let options = HybridOptions { tile, ..wish(everything(), 0) };
-        let runner = nano_with(class, false, Some((soft(1), options)));
+        let runner = nano_with(RunnerOptions::new(class), Some((soft(1), options)));
         let FeatureState::Unavailable { reason } = runner.feature() else { panic!("{}", runner.feature()) };
         assert!(reason.starts_with(want), "{reason}");
     }
@@ -135,8 +134,9 @@ pub(crate) fn distance(
     ids.truncate(num_tokens);
     assert_eq!(ids.len(), num_tokens);
     let options = HybridOptions { tile, ..wish(placements, 0) };
-    let mut fast = nano_with(NumericClass::Fast, true, None);
-    let mut hybrid = nano_with(NumericClass::Fast, true, Some((engine, options)));
+    let debug = RunnerOptions { debug: true, ..RunnerOptions::new(NumericClass::Fast) };
+    let mut fast = nano_with(debug, None);
+    let mut hybrid = nano_with(debug, Some((engine, options)));
     // Windows of two chunks, so that the second sees what the first wrote.
     let texts: Vec<&[u32]> = ids.chunks(2 * tile).collect();
     let distance = troika_engine::distance(&mut fast, &mut hybrid, &texts, tile, &mut |_| ()).expect("it runs");

@@ -534,6 +534,14 @@ impl StepRunner for Timed {
         Ok(ticket)
     }
 
+    fn submit_draft(&mut self, newest: &[(SequenceId, u32)]) -> Result<Ticket, RunnerError> {
+        self.inner.submit_draft(newest)
+    }
+
+    fn commit(&mut self, sequence: SequenceId, rows: usize) -> Result<(), RunnerError> {
+        self.inner.commit(sequence, rows)
+    }
+
     fn wait(&mut self, timeout: Option<Duration>) -> Result<Option<StepResult>, RunnerError> {
         let order = |index: &usize| (self.in_flight[*index].done_us, self.in_flight[*index].priority);
         let first = (0..self.in_flight.len()).min_by_key(order).expect("something is in flight");

@@ -3,6 +3,7 @@
 mod cache;
 mod contract;
 mod disk;
+mod drafts;
 mod engines;
 mod errors;
 mod golden;

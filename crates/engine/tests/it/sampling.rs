@@ -217,7 +217,7 @@ impl TokenConstraint for Remainders {
     }
 }
 
-fn remainders(may_end: usize, must_end: usize) -> Option<Box<dyn TokenConstraint>> {
+pub(crate) fn remainders(may_end: usize, must_end: usize) -> Option<Box<dyn TokenConstraint>> {
     Some(Box::new(Remainders { at: 0, may_end, must_end }))
 }
 

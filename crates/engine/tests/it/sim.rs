@@ -26,6 +26,7 @@ fn tokens_do_not_depend_on_luck() {
     assert!(report.tokens > 10_000 && report.cached_tokens > 10_000 && report.preemptions > 5, "{report:?}");
     assert!(report.files_read > 100 && report.failed_files > 20 && report.restarts > 200, "{report:?}");
     assert!(report.quarantined > 20 && report.not_asked > 2, "{report:?}");
+    assert!(report.accepted > 1000 && report.drafted > report.accepted + 1000, "{report:?}");
 }
 
 #[test]
@@ -51,6 +52,7 @@ fn planted_bugs_are_found() {
         Bug::PayloadUnchecked,
         Bug::NamesConfused,
         Bug::WeightsNotNamed,
+        Bug::DraftsNotTakenBack,
     ] {
         let found = (0..400).find(|seed| std::panic::catch_unwind(|| live(*seed, Some(bug))).is_ok_and(|r| r.is_err()));
         println!("{bug:?} is found in world {found:?}");

@@ -124,14 +124,14 @@ impl Emitter {
         if self.stacks_inputs { stack_products(&graph, &attention_inputs) } else { graph }
     }
 
-    /// One block of the drafter: the newest token and noise in, draft ids and confidence out (spec 10.2).
+    /// The drafter's blocks of so many sequences: the newest token and noise in, draft ids and confidence out (spec 10.2).
     ///
     /// # Panics
     ///
     /// If the model has no drafter.
-    pub fn draft(&self, class: NumericClass, debug: bool) -> StepGraph {
+    pub fn draft(&self, class: NumericClass, sequences: usize, debug: bool) -> StepGraph {
         let dspark = self.config.dspark.as_ref().expect("the model has a drafter");
-        let rows = dspark.block_size;
+        let rows = sequences * dspark.block_size;
         let debug_blocks = debug.then_some(0);
         let signature =
             StepSignature { rows, logit_rows: rows, select: false, class, draft_context: false, debug_blocks };

@@ -141,7 +141,7 @@ fn memory_of_a_step_is_known_and_grows_with_its_rows() {
 
 #[test]
 fn the_drafter_is_emitted_without_weights_too() {
-    let graph = emitter("deepseek-v4-flash").draft(NumericClass::Exact, false);
+    let graph = emitter("deepseek-v4-flash").draft(NumericClass::Exact, 1, false);
     let count = |wanted: fn(&Op) -> bool| graph.nodes().iter().filter(|node| wanted(&node.op)).count();
     assert_eq!(count(|op| matches!(op, Op::Attend { .. })), 3, "three stages");
     assert_eq!(count(|op| matches!(op, Op::MarkovDraft { .. })), 1);

@@ -37,6 +37,9 @@ fn new(tokens: usize) -> NewSequence {
     NewSequence { tokens, urgency: Urgency::Normal, deadline_us: None }
 }
 
+/// Whose, and how many drafts of it.
+type Share = (RequestId, usize);
+
 /// Sequences, each of which wants some tokens after its prompt, computed on a virtual clock.
 struct World {
     scheduler: Scheduler,
@@ -44,12 +47,15 @@ struct World {
     wanted: BTreeMap<RequestId, usize>,
     /// Tokens of each, computed or not.
     known: BTreeMap<RequestId, usize>,
-    /// Number, lane, time it is done, time it takes, whose it is.
-    in_flight: Vec<(u64, Lane, u64, u64, Vec<RequestId>)>,
+    /// Number, lane, time it is done, time it takes, and its shares.
+    in_flight: Vec<(u64, Lane, u64, u64, Vec<Share>)>,
     first_token_us: BTreeMap<RequestId, u64>,
     gaps_us: Vec<u64>,
     last_token_us: BTreeMap<RequestId, u64>,
     chunks: Vec<(RequestId, troika_scheduler::ChunkRecord)>,
+    /// Drafts that are made at once, and how many of them hold, in turn.
+    drafts: usize,
+    luck: Vec<usize>,
     /// How much longer each decode step takes beside a prefill step, in turn.
     delays_us: Vec<u64>,
 }
@@ -66,6 +72,8 @@ impl World {
             gaps_us: Vec::new(),
             last_token_us: BTreeMap::new(),
             chunks: Vec::new(),
+            drafts: 0,
+            luck: vec![0],
             delays_us: vec![0],
         }
     }
@@ -80,6 +88,9 @@ impl World {
     fn advance(&mut self) -> bool {
         for id in self.scheduler.admit() {
             self.scheduler.attached(id, 0);
+        }
+        for (id, wanted) in &self.wanted {
+            self.scheduler.set_drafts(*id, self.drafts.min(wanted - 1));
         }
         for lane in [Lane::Decode, Lane::Prefill, Lane::Prefill, Lane::Prefill] {
             if !self.scheduler.has_room(lane) {
@@ -107,7 +118,8 @@ impl World {
             if lane == Lane::Decode {
                 self.in_flight.iter_mut().for_each(|(_, _, done, ..)| *done += took);
             }
-            let ids = plan.parts.iter().map(|part| part.request).collect();
+            assert!(lane == Lane::Decode || plan.parts.iter().all(|part| part.drafts == 0));
+            let ids = plan.parts.iter().map(|part| (part.request, part.drafts)).collect();
             if lane == Lane::Prefill {
                 self.chunks.extend(plan.parts.into_iter().map(|part| (part.request, part.chunk)));
             }
@@ -129,8 +141,15 @@ impl World {
         let (number, _, done, took, ids) = self.in_flight.remove(next);
         self.now_us = self.now_us.max(done);
         let node_us = took / 20;
+        for (id, drafts) in &ids {
+            self.luck.rotate_left(1);
+            let accepted = self.luck[0].min(*drafts);
+            self.scheduler.accept_drafts(*id, accepted);
+            self.wanted.entry(*id).and_modify(|left| *left -= accepted);
+            *self.known.get_mut(id).expect("submitted") += accepted;
+        }
         self.scheduler.complete(number, self.now_us, took, node_us);
-        for id in ids {
+        for (id, _) in ids {
             if self.scheduler.num_computed_tokens(id) == self.known[&id] {
                 self.token(id);
             }
@@ -378,6 +397,40 @@ fn what_was_decoded_before_a_preemption_is_decoded_again() {
     assert_eq!(step(&mut scheduler, Lane::Decode).0, []);
 }
 
+/// Those that hold are tokens like any other. Nobody gives anything up for a draft.
+#[test]
+fn drafts_have_the_memory_that_is_left() {
+    // A block of each of the two, and one more.
+    let mut scheduler = Scheduler::new(Limits { state_bytes: 2300, ..limits() });
+    let both = [RequestId(1), RequestId(2)];
+    for (id, tokens) in both.into_iter().zip([124, 125]) {
+        scheduler.submit(id, new(tokens)).expect("taken");
+        assert_eq!(scheduler.admit(), [id]);
+        scheduler.attached(id, tokens - 1);
+        scheduler.set_drafts(id, 5);
+    }
+    let mut step = |held: [usize; 2]| {
+        let plan = scheduler.plan(Lane::Decode, 0);
+        scheduler.check_invariants();
+        let parts: Vec<_> = plan.parts.iter().map(|p| (p.chunk.start, p.chunk.width, p.drafts)).collect();
+        let reserved = scheduler.reserved_bytes();
+        for (part, held) in plan.parts.iter().zip(held) {
+            scheduler.accept_drafts(part.request, held);
+        }
+        scheduler.complete(plan.number, 0, 1, 1);
+        scheduler.check_invariants();
+        plan.parts.iter().for_each(|part| scheduler.push_token(part.request));
+        (parts, reserved, plan.preempted)
+    };
+    // The first one's drafts begin its second block, so those of the other end with its first.
+    assert_eq!(step([0, 2]), (vec![(123, 1, 5), (124, 1, 2)], 2300, vec![]));
+    // None of the first held; of the other the second block has begun.
+    assert_eq!(step([2, 0]), (vec![(124, 1, 2), (127, 1, 5)], 2300, vec![]));
+    // A token is worth what a draft is not.
+    assert_eq!(step([5, 0]), (vec![(127, 1, 5)], 1200, vec![RequestId(2)]));
+    assert_eq!(both.map(|id| scheduler.num_computed_tokens(id)), [133, 0]);
+}
+
 /// A sequence that is too large for the memory beside wide steps: first others give up what they can spare, then steps are
 /// halved; when it is gone they are as wide as before.
 #[test]
@@ -497,10 +550,12 @@ proptest! {
         wavefront in 1usize..=3,
         frees in 0u64..3000,
         two_classes: bool,
+        drafts in 0usize..7,
+        luck in prop::collection::vec(0usize..7, 1..5),
     ) {
         let narrowing_frees = [frees, frees * 3 / 2, frees * 7 / 4, frees * 15 / 8];
         let limits = Limits { state_bytes, max_running, wavefront, narrowing_frees, two_classes, ..limits() };
-        let mut world = World::new(limits);
+        let mut world = World { drafts, luck, ..World::new(limits) };
         let mut taken = 0;
         for (id, (tokens, wanted)) in prompts.iter().enumerate() {
             if world.scheduler.submit(RequestId(id as u64), new(*tokens)).is_ok() {

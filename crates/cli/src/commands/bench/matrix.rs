@@ -333,7 +333,7 @@ fn setup(args: &Args) -> Result<Setup> {
         subjects.extend(drafters.iter().map(|drafter| Subject {
             facts: opened.facts.clone(),
             drafter: *drafter,
-            unavailable: drafter.then(|| opened.drafter_unavailable.to_owned()),
+            unavailable: opened.drafter_unavailable.clone().filter(|_| *drafter),
             tokens: opened.tokens.clone(),
         }));
     }

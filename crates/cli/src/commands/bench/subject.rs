@@ -14,8 +14,8 @@ pub(in crate::commands) struct Opened {
     pub(in crate::commands) facts: ModelFacts,
     pub(in crate::commands) tokens: Tokens,
     pub(in crate::commands) max_context_tokens: usize,
-    /// Why speculative decoding cannot be measured.
-    pub(in crate::commands) drafter_unavailable: &'static str,
+    /// Why speculative decoding cannot be measured, if it cannot.
+    pub(in crate::commands) drafter_unavailable: Option<String>,
 }
 
 /// Opens the checkpoint in `model`, nano without one, to be served in `class`.
@@ -29,14 +29,10 @@ pub(in crate::commands) fn open(model: Option<PathBuf>, class: NumericClass, cor
     let [weights_sha256, tokenizer_sha256] = open.digests()?.map(|digest| hex(&digest));
     let class = class.name().to_owned();
     let facts = ModelFacts { name: open.name.clone(), args, weights_sha256, tokenizer_sha256, class };
-    let drafter_unavailable = match &open.config.model.dspark {
-        None => "MTP unavailable: no mtp.* tensors",
-        Some(_) => "MTP unavailable: `troika serve` does not draft",
-    };
     Ok(Opened {
         facts,
         tokens: Tokens::read(corpus, &*open.tokenizer()?)?,
         max_context_tokens: open.config.model.max_position_embeddings,
-        drafter_unavailable,
+        drafter_unavailable: open.drafter_unavailable(),
     })
 }
