@@ -469,8 +469,7 @@ mod tests {
             Outcome::Done { answer, late_s: 0.0 }
         };
         let failed = || Outcome::Failed("broken pipe".to_owned());
-        let outcomes =
-            [answer(0.05, 0.01), answer(0.2, 0.01), answer(0.05, 0.05), Outcome::Refused(429), failed()];
+        let outcomes = [answer(0.05, 0.01), answer(0.2, 0.01), answer(0.05, 0.05), Outcome::Refused(429), failed()];
         let level = summarize(Traffic::Clients { count: 1 }, shape().objective, 2.0, &outcomes);
         assert_eq!((level.completed, level.failed, level.met), (3, 1, 1));
         assert_eq!(level.refused, BTreeMap::from([(429, 1)]));

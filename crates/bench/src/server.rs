@@ -142,9 +142,8 @@ impl Server {
         }
         command.env("TROIKA_LOG", "info").env("NO_COLOR", "1");
         command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let started_it = Process::spawn(&mut command, cache_dir, |child| {
-            (child.id(), child.stderr.take().expect("it is piped"))
-        });
+        let started_it =
+            Process::spawn(&mut command, cache_dir, |child| (child.id(), child.stderr.take().expect("it is piped")));
         let (process, (pid, stderr)) =
             started_it.map_err(|source| BenchError::Start { program: launch.program.clone(), source })?;
         let (log, args) = (Arc::default(), launch.args.join(" "));
