@@ -36,7 +36,7 @@ impl Comparison {
             comparison.rows.retain(|row| row[3] != ANSWER);
             comparison.notes.push(format!("Answers of {tokens} against {others} tokens: left out."));
         }
-        if comparison.rows.len() == 1 {
+        if comparison.is_empty() {
             comparison.notes.push("No model, length and arm is in both records.".to_owned());
         }
         comparison
@@ -104,6 +104,11 @@ impl Comparison {
                 self.rows.push([&words[..], &[rate(&tps), rate(&other_tps), gain(&difference)]].concat());
             }
         }
+    }
+
+    /// Nothing of one record is in the other.
+    pub fn is_empty(&self) -> bool {
+        self.rows.len() == 1
     }
 
     /// For the terminal.

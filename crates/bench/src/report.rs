@@ -157,7 +157,8 @@ pub(crate) fn in_words(experiment: &Experiment) -> Vec<String> {
         let makes = |difference: &Difference| match difference.verdict {
             Verdict::Faster | Verdict::Slower => {
                 let (percent, ratio) = ((difference.ratio.median - 1.0) * 100.0, difference.ratio.median);
-                format!("makes prompts {:.1} % {}", percent.abs(), if ratio > 1.0 { "faster" } else { "slower" })
+                let weak = if difference.is_weak { " (few rounds: weak)" } else { "" };
+                format!("makes prompts {:.1} % {}{weak}", percent.abs(), if ratio > 1.0 { "faster" } else { "slower" })
             }
             Verdict::NoDifference => "makes no difference that could be seen".to_owned(),
             Verdict::TooFewSamples => "had too few rounds to be judged".to_owned(),
@@ -449,6 +450,10 @@ pub(crate) mod tests {
         ] {
             assert!(text.contains(part), "no `{part}` in:\n{text}");
         }
+        let weak = |value: &mut Value| value["experiments"][0]["cells"][0]["feature_gain"]["is_weak"] = true.into();
+        assert!(
+            table::render(&record(weak), false).contains("makes prompts 10.0 % faster (few rounds: weak); the width")
+        );
         let several = record(|value| {
             value["experiments"][0]["cells"][0]["arms"][2]["evidence"]["widths"] = json!({"512": 10});
         });

@@ -176,6 +176,11 @@ fn reports_are_written_and_compared() {
     assert_eq!(read(&again), page);
     let compared = troika(&["bench", "compare", &json, &json, "--fail-if-slower"]).ok().stdout;
     assert!(compared.contains("no difference (") && compared.contains("The program is the same"), "{compared}");
+    let mut service = record(&json);
+    service["settings"]["regime"] = "service".into();
+    let service = scratch.write("service.json", service.to_string().as_bytes());
+    let unlike = ["bench", "compare", &json, &service, "--fail-if-slower"];
+    troika(&unlike).fails(1, &["nothing of", "service.json", "could be compared"]);
     let other = scratch.write("other.json", br#"{"schema": "troika-bench", "version": 99}"#);
     troika(&["bench", "compare", &json, &other]).fails(1, &["other.json", "version 99"]);
 }
@@ -217,7 +222,7 @@ fn what_cannot_be_is_said_at_once() {
     assert!(!std::path::Path::new(&same).exists(), "trying leaves nothing behind");
     bench(&["--npu", "ane"]).fails(1, &["--npu: unknown engine `ane`"]);
     let load = ["bench", "load", "--model", &model, "--agents", "1", "--instructions", "9000000"];
-    troika(&load).fails(1, &["1 agents, 9000000 shared tokens", "do not fit the context of model"]);
+    troika(&load).fails(1, &["1 agent, 9000000 shared tokens", "do not fit the context of model"]);
     std::fs::remove_file(scratch.path("model/tokenizer.json")).expect("it was there");
     bench(&[]).fails(1, &["tokenizer.json"]);
 }
