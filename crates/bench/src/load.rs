@@ -44,15 +44,17 @@ impl Traffic {
     pub fn label(&self) -> String {
         match self {
             Self::Arrivals { per_second } => format!("{per_second} requests/s"),
-            Self::Clients { count } => format!("{count} client{}", if *count == 1 { "" } else { "s" }),
+            Self::Clients { count } => several(*count, "client"),
             Self::Agents { count, instructions, turns } => {
-                format!(
-                    "{count} agent{}, {instructions} shared tokens, {turns} turns",
-                    if *count == 1 { "" } else { "s" }
-                )
+                let (agents, turns) = (several(*count, "agent"), several(*turns, "turn"));
+                format!("{agents}, {instructions} shared tokens, {turns}")
             }
         }
     }
+}
+
+fn several(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// What a user would be content with.
@@ -454,6 +456,7 @@ mod tests {
     fn what_does_not_fit_is_known_before() {
         let (shape, tokens) = (shape(), tokens());
         assert_eq!(Traffic::Clients { count: 2 }.longest(&shape), 36);
+        assert_eq!([1, 2].map(|count| Traffic::Clients { count }.label()), ["1 client", "2 clients"]);
         let agents = Traffic::Agents { count: 2, instructions: 64, turns: 3 };
         assert_eq!(agents.longest(&shape), 64 + 3 * 32 + 4);
         assert!(agents.check(&shape, &tokens).is_ok());

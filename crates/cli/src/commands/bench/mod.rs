@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 /// Measure prompt and generation speed, and whether a feature makes a difference.
 ///
@@ -61,9 +61,22 @@ pub(super) fn stop_flag() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (listening, listens) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         runtime.block_on(async {
-            if let Ok(signal) = super::serve::terminated().await {
+            let mut first = std::pin::pin!(super::serve::terminated());
+            // It listens from when it was polled, and nothing is started before.
+            let at_once = tokio::select! {
+                biased;
+                signal = &mut first => Some(signal),
+                () = std::future::ready(()) => None,
+            };
+            let _ = listening.send(());
+            let signal = match at_once {
+                Some(signal) => signal,
+                None => first.await,
+            };
+            if let Ok(signal) = signal {
                 ENDING.store(signal.code(), Ordering::Relaxed);
                 flag.store(true, Ordering::Relaxed);
                 eprintln!("ending: what was measured so far is kept; a second signal ends at once");
@@ -74,5 +87,6 @@ pub(super) fn stop_flag() -> Result<Arc<AtomicBool>> {
             }
         });
     });
+    listens.recv().context("nobody listens for signals")?;
     Ok(stop)
 }
