@@ -138,6 +138,9 @@ impl Engine {
             core.runner_mut().set_idle(reason);
             tracing::warn!(tile, step, reason, cure, "no step can hold a tile: the engines have nothing to do");
         }
+        if core.runner().block_of_drafts() > 0 {
+            tracing::info!(block = core.runner().block_of_drafts(), "tokens are drafted, and verified by the model");
+        }
         core.publish_nodes();
         let limits = core.scheduler().limits();
         let (state_cost, block_tokens, state_bytes) =

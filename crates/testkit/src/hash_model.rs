@@ -102,8 +102,12 @@ pub struct HashModel {
     pub now_us: u64,
     /// Steps until one fails.
     pub fails_in: Option<u32>,
+    /// Steps until what was computed so far is said to be wrong.
+    pub doubted_in: Option<u32>,
     /// Tokens computed.
     pub num_rows: u64,
+    /// How often that was said.
+    pub num_doubts: u64,
 }
 
 struct Running {
@@ -131,7 +135,9 @@ impl HashModel {
             next: 0,
             now_us: 0,
             fails_in: None,
+            doubted_in: None,
             num_rows: 0,
+            num_doubts: 0,
         }
     }
 
@@ -213,6 +219,12 @@ impl StepRunner for HashModel {
 
     fn step_bytes(&self, _rows: usize, _logit_rows: usize) -> u64 {
         0
+    }
+
+    fn take_quarantine(&mut self) -> Option<String> {
+        self.doubted_in.take_if(|left| *left == 0)?;
+        self.num_doubts += 1;
+        Some("told to doubt".to_owned())
     }
 
     fn new_sequence(&mut self) -> SequenceId {
@@ -326,6 +338,7 @@ impl StepRunner for HashModel {
         }
         let step = self.in_flight.remove(first);
         self.now_us = self.now_us.max(step.done_us);
+        self.doubted_in = self.doubted_in.map(|left| left.saturating_sub(1));
         if step.fails {
             step.chunks.iter().for_each(|(sequence, ..)| self.drop_sequence(*sequence));
             // Whatever builds on it fails with it, at once.

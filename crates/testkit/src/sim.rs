@@ -99,6 +99,8 @@ pub struct Report {
     pub not_asked: u64,
     /// Ends of a process, in good order or not.
     pub restarts: u64,
+    /// How often what was computed was said to be wrong.
+    pub doubts: u64,
     /// Drafts that were verified.
     pub drafted: u64,
     /// Those of them that held.
@@ -117,6 +119,7 @@ impl Report {
         self.quarantined += other.quarantined;
         self.not_asked += other.not_asked;
         self.restarts += other.restarts;
+        self.doubts += other.doubts;
         self.drafted += other.drafted;
         self.accepted += other.accepted;
     }
@@ -161,15 +164,16 @@ pub fn live(seed: u64, bug: Option<Bug>) -> Result<Report, String> {
         SimDisk { disk: FakeDisk::new(dice.roll(u64::MAX)), limit_bytes, slowest_us, dice: Dice(mix(!seed)) }
     });
     // Half of the worlds have a drafter; some are nearly always right, others nearly never.
-    let mut of_drafts = Dice(mix(seed ^ 0xd4af));
-    let drafter = of_drafts.one_in(2).then(|| Drafter {
-        block: 1 + of_drafts.roll(6) as usize,
-        wrong_one_in: [2, 4, 50][of_drafts.roll(3) as usize],
-        unsure_one_in: [2, 20][of_drafts.roll(2) as usize],
+    let mut more_dice = Dice(mix(seed ^ 0xd4af));
+    let drafter = more_dice.one_in(2).then(|| Drafter {
+        block: 1 + more_dice.roll(6) as usize,
+        wrong_one_in: [2, 4, 50][more_dice.roll(3) as usize],
+        unsure_one_in: [2, 20][more_dice.roll(2) as usize],
     });
     let mut world = World { seed, kinds, bug, drafter, options, disk, clients: Vec::new(), script: Vec::new() };
     world.write_script(&mut dice);
-    let mut report = world.run(fails_in)?;
+    let doubted_in = more_dice.one_in(6).then(|| 1 + more_dice.roll(60) as u32);
+    let mut report = world.run(fails_in, doubted_in)?;
     report.tokens = world.check()?;
     Ok(report)
 }
@@ -323,13 +327,14 @@ impl World {
     }
 
     /// Lives until everything that was to happen has.
-    fn run(&mut self, fails_in: Option<u32>) -> Result<Report, String> {
+    fn run(&mut self, fails_in: Option<u32>, doubted_in: Option<u32>) -> Result<Report, String> {
         let mut report = Report::default();
         if let Some(SimDisk { disk, .. }) = &self.disk {
             disk.set_faults(Faults { lie: self.lie(), ..Faults::default() });
         }
         let mut process = self.start(0, 0);
         process.core.runner_mut().fails_in = fails_in;
+        process.core.runner_mut().doubted_in = doubted_in;
         let script = std::mem::take(&mut self.script);
         let mut script = script.into_iter().peekable();
         for _ in 0..200_000 {
@@ -472,6 +477,7 @@ impl Process {
             quarantined: status.cache.disk_quarantined,
             not_asked: status.cache.disk_not_asked,
             restarts: 0,
+            doubts: self.core.runner().num_doubts,
             drafted: drafts.drafted,
             accepted: drafts.accepted,
         }

@@ -4,6 +4,7 @@ mod benchmark;
 mod clients;
 mod commands;
 mod diagnosis;
+mod drafter;
 mod hybrid;
 #[cfg(target_os = "linux")]
 mod memory;

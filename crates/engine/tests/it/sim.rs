@@ -27,6 +27,7 @@ fn tokens_do_not_depend_on_luck() {
     assert!(report.files_read > 100 && report.failed_files > 20 && report.restarts > 200, "{report:?}");
     assert!(report.quarantined > 20 && report.not_asked > 2, "{report:?}");
     assert!(report.accepted > 1000 && report.drafted > report.accepted + 1000, "{report:?}");
+    assert!(report.doubts > 20, "{report:?}");
 }
 
 #[test]
