@@ -36,7 +36,7 @@ impl Comparison {
             comparison.rows.retain(|row| row[3] != ANSWER);
             comparison.notes.push(format!("Answers of {tokens} against {others} tokens: left out."));
         }
-        if comparison.rows.len() == 1 {
+        if comparison.is_empty() {
             comparison.notes.push("No model, length and arm is in both records.".to_owned());
         }
         comparison
@@ -106,6 +106,11 @@ impl Comparison {
         }
     }
 
+    /// Nothing of one record is in the other.
+    pub fn is_empty(&self) -> bool {
+        self.rows.len() == 1
+    }
+
     /// For the terminal.
     pub fn table(&self) -> String {
         let notes: String = self.notes.iter().map(|note| format!("  {note}\n")).collect();
@@ -165,4 +170,60 @@ fn notes(first: &Record, second: &Record) -> Vec<String> {
         notes.extend(record.incomplete.iter().map(|why| format!("INCOMPLETE: {why}.")));
     }
     notes
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::report::tests::record;
+
+    fn of(change: impl FnOnce(&mut Value)) -> (Vec<String>, String, bool) {
+        let comparison = Comparison::of(&record(|_| {}), &record(change));
+        let rows = comparison.rows[1..].iter().map(|row| format!("{} {}: {}", row[2], row[3], row[6]));
+        (rows.collect(), comparison.notes.join("\n"), comparison.any_slower)
+    }
+
+    #[test]
+    fn prompts_and_answers_of_all_arms_are_compared() {
+        let (rows, notes, slower) = of(|_| {});
+        assert_eq!(rows.len(), 6);
+        assert!(rows[0].starts_with("A prompt: no difference"), "{rows:?}");
+        assert!(notes.contains("The program is the same") && !slower, "{notes}");
+        let slow = |value: &mut Value| {
+            for sample in value["experiments"][0]["cells"][0]["arms"][0]["samples"].as_array_mut().expect("samples") {
+                sample["decode_tps"] = 20.0.into();
+            }
+        };
+        let (rows, _, slower) = of(slow);
+        assert_eq!((rows[1].as_str(), slower), ("A answer: -33.3 % (-33.3 % to -33.3 %)", true));
+    }
+
+    #[test]
+    fn what_differs_is_said_or_left_out() {
+        let (rows, notes, _) = of(|value| value["label"] = "abc123".into());
+        assert!(notes.starts_with("First: without a --label (1.0, 0123456789abcdef). Second: abc123 ("), "{notes}");
+        assert_eq!(rows.len(), 6);
+        let (rows, notes, _) = of(|value| value["settings"]["generate"] = 8.into());
+        assert!(rows.len() == 3 && notes.contains("Answers of 4 against 8 tokens: left out."), "{notes}");
+        let (rows, notes, _) = of(|value| value["settings"]["regime"] = "service".into());
+        assert!(rows.is_empty() && notes.contains("Regime lab against service"), "{notes}");
+        let model = |name: &str, value: &str| {
+            let (name, value) = (name.to_owned(), value.to_owned());
+            of(move |record| record["experiments"][0]["model"][name.as_str()] = value.into())
+        };
+        let (rows, notes, _) = model("class", "exact");
+        assert!(rows.is_empty() && notes.contains("class fast against exact, left out"), "{notes}");
+        let (rows, notes, _) = model("weights_sha256", "v");
+        assert!(rows.len() == 6 && notes.contains("m: other weights, by their digests w and v"), "{notes}");
+        let (rows, notes, _) = of(|value| value["experiments"][0]["arms"][0]["arm"]["args"] = json!(["--chunk=64"]));
+        let started = "m: arm A was started with `--chunk=256` and `--chunk=64`.";
+        assert!(rows.len() == 6 && notes.contains(started), "{notes}");
+        let (rows, notes, _) = of(|value| value["experiments"][0]["cells"][0]["void"] = "w".into());
+        assert!(rows.is_empty() && notes.contains("m, 513 aligned: VOID, left out."), "{notes}");
+        let idle = json!({"state": "not_engaged", "reasons": []});
+        let (rows, notes, _) = of(|value| value["experiments"][0]["cells"][0]["engagement"] = idle);
+        assert!(rows.len() == 4 && notes.contains("arm C is not hybrid in both records"), "{notes}");
+    }
 }

@@ -47,7 +47,7 @@ pub enum BenchError {
     Record(String),
     #[error("{}: {why}", path.display())]
     Journal { path: PathBuf, why: String },
-    #[error("this would take about {minutes} minutes; --yes consents")]
+    #[error("this would take about {minutes} minutes: --yes goes ahead, shorter prompts and fewer rounds take less")]
     NeedsConsent { minutes: u64 },
     #[error("a plot could not be drawn: {0}")]
     Plot(String),

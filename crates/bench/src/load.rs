@@ -2,7 +2,7 @@
 //! prefix. Latencies by percentile, and how many requests met an objective.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,11 @@ pub const SCHEMA: &str = "troika-bench-load";
 /// Goes up when a member changes its meaning or goes away.
 pub const VERSION: u32 = 1;
 
+/// More requests than that are never on their way at once: each has a connection, and systems allow a thousand or so.
+const MAX_IN_FLIGHT: usize = 512;
+/// Reasons for failures that a level lists; further ones are counted together.
+const MAX_REASONS: usize = 8;
+
 /// How requests come.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "name", rename_all = "snake_case")]
@@ -39,12 +44,17 @@ impl Traffic {
     pub fn label(&self) -> String {
         match self {
             Self::Arrivals { per_second } => format!("{per_second} requests/s"),
-            Self::Clients { count } => format!("{count} clients"),
+            Self::Clients { count } => several(*count, "client"),
             Self::Agents { count, instructions, turns } => {
-                format!("{count} agents, {instructions} shared tokens, {turns} turns")
+                let (agents, turns) = (several(*count, "agent"), several(*turns, "turn"));
+                format!("{agents}, {instructions} shared tokens, {turns}")
             }
         }
     }
+}
+
+fn several(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// What a user would be content with.
@@ -235,6 +245,7 @@ pub fn level(
     let clients = plan(traffic, shape, tokens)?;
     let (sender, outcomes) = channel();
     let start = Instant::now();
+    let in_flight = &AtomicUsize::new(0);
     std::thread::scope(|scope| {
         for requests in clients {
             // One that comes at a time of its own is not there before.
@@ -242,6 +253,12 @@ pub fn level(
                 break;
             }
             let sender = sender.clone();
+            if in_flight.load(Ordering::Relaxed) == MAX_IN_FLIGHT {
+                // To wait for one to end would be traffic that slows down with the server.
+                let _ = sender.send(Outcome::Failed(format!("not sent: {MAX_IN_FLIGHT} are on their way")));
+                continue;
+            }
+            in_flight.fetch_add(1, Ordering::Relaxed);
             scope.spawn(move || {
                 for request in requests {
                     let outcome = send(client, &request, shape.generate, start, stop);
@@ -252,6 +269,7 @@ pub fn level(
                         break;
                     }
                 }
+                in_flight.fetch_sub(1, Ordering::Relaxed);
             });
         }
     });
@@ -295,7 +313,10 @@ fn summarize(traffic: Traffic, objective: Objective, seconds: f64, outcomes: &[O
     for outcome in outcomes {
         match outcome {
             Outcome::Refused(status) => *refused.entry(*status).or_default() += 1,
-            Outcome::Failed(why) => *failures.entry(why.clone()).or_default() += 1,
+            Outcome::Failed(why) => {
+                let is_listed = failures.len() < MAX_REASONS || failures.contains_key(why);
+                *failures.entry(if is_listed { why.clone() } else { "other reasons".to_owned() }).or_default() += 1;
+            }
             Outcome::Stopped => {}
             Outcome::Done { answer, late_s } => {
                 let first_ms = answer.ttft_s().unwrap_or(answer.total_s) * 1e3;
@@ -435,6 +456,7 @@ mod tests {
     fn what_does_not_fit_is_known_before() {
         let (shape, tokens) = (shape(), tokens());
         assert_eq!(Traffic::Clients { count: 2 }.longest(&shape), 36);
+        assert_eq!([1, 2].map(|count| Traffic::Clients { count }.label()), ["1 client", "2 clients"]);
         let agents = Traffic::Agents { count: 2, instructions: 64, turns: 3 };
         assert_eq!(agents.longest(&shape), 64 + 3 * 32 + 4);
         assert!(agents.check(&shape, &tokens).is_ok());
@@ -476,5 +498,29 @@ mod tests {
         assert_eq!(level.failures, BTreeMap::from([("broken pipe".to_owned(), 1)]));
         assert_eq!((level.goodput_per_second, level.cached_tokens), (0.5, 12));
         assert!((level.ttft_ms.expect("three").p50 - 50.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn reasons_are_few_and_every_failure_is_counted() {
+        let outcomes: Vec<Outcome> = (0..20).map(|n| Outcome::Failed(n.to_string())).collect();
+        let level = summarize(Traffic::Clients { count: 2 }, shape().objective, 1.0, &outcomes);
+        assert_eq!((level.failed, level.failures.len()), (20, MAX_REASONS + 1));
+        assert_eq!(level.failures["other reasons"], 20 - MAX_REASONS);
+    }
+
+    #[test]
+    fn what_is_not_answered_has_a_reason() {
+        // A server that hangs up on everybody.
+        let server = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let client = Client::new(&server.local_addr().expect("an address").to_string());
+        std::thread::spawn(move || server.incoming().for_each(drop));
+        let shape = Shape { requests: 3, ..shape() };
+        for traffic in [Traffic::Arrivals { per_second: 1000.0 }, Traffic::Clients { count: 2 }] {
+            let level = level(&client, &traffic, &shape, &tokens(), &AtomicBool::new(false)).expect("a level");
+            assert_eq!((level.completed, level.failed), (0, 3));
+            assert!(level.failures.keys().all(|why| why.contains("/v1/completions")), "{:?}", level.failures);
+        }
+        let stopped = level(&client, &Traffic::Clients { count: 1 }, &shape, &tokens(), &AtomicBool::new(true));
+        assert!(matches!(stopped, Err(BenchError::Interrupted)));
     }
 }

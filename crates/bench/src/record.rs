@@ -253,7 +253,7 @@ pub struct Sample {
     pub ttft_ms: f64,
     /// Of `ttft_ms`, what is neither queue nor prompt: HTTP and JSON. Prompts are sent as ids, so nothing is tokenized.
     pub other_ms: f64,
-    /// Tokens after the first, per second; of two answers at once, while both are under way. 0 if they never were.
+    /// Tokens after the first, per second; of two answers at once, while both are under way. 0 if that were fewer than eight.
     pub decode_tps: f64,
     pub tpot_ms: f64,
     /// From the first piece of text to the end of the answer.

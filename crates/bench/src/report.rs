@@ -111,6 +111,17 @@ pub(crate) fn caveats(experiment: &Experiment, record: &Record) -> Vec<String> {
             ));
         }
     }
+    let samples = || experiment.cells.iter().flat_map(|cell| &cell.arms).flat_map(|arm| &arm.samples);
+    if record.settings.regime == Regime::Service && samples().next().is_some() {
+        let none = experiment
+            .cells
+            .iter()
+            .filter(|cell| cell.arms.iter().flat_map(|arm| &arm.samples).all(|sample| sample.cached_tokens == 0));
+        caveats.extend(none.map(|cell| {
+            let what = "no prompt found what an earlier one left, for the half that they share is too short to be kept";
+            format!("{}: {what}.", length(cell))
+        }));
+    }
     for cell in &experiment.cells {
         let gains = [cell.geometry_gain, cell.feature_gain];
         let widest = gains.iter().flatten().map(|gain| gain.ratio.half_width()).fold(0.0, f64::max);
@@ -124,8 +135,7 @@ pub(crate) fn caveats(experiment: &Experiment, record: &Record) -> Vec<String> {
             caveats.push(format!("The server of arm {} warned: {}", arm.arm.name.letter(), warning.trim()));
         }
     }
-    let samples = experiment.cells.iter().flat_map(|cell| &cell.arms).flat_map(|arm| &arm.samples);
-    let shares: Vec<f64> = samples.filter_map(|sample| sample.others_cpu_share).collect();
+    let shares: Vec<f64> = samples().filter_map(|sample| sample.others_cpu_share).collect();
     let disturbed = shares.iter().filter(|share| **share > DISTURBED).count();
     if disturbed > 0 {
         caveats.push(format!(
@@ -148,7 +158,8 @@ pub(crate) fn in_words(experiment: &Experiment) -> Vec<String> {
         let makes = |difference: &Difference| match difference.verdict {
             Verdict::Faster | Verdict::Slower => {
                 let (percent, ratio) = ((difference.ratio.median - 1.0) * 100.0, difference.ratio.median);
-                format!("makes prompts {:.1} % {}", percent.abs(), if ratio > 1.0 { "faster" } else { "slower" })
+                let weak = if difference.is_weak { " (few rounds: weak)" } else { "" };
+                format!("makes prompts {:.1} % {}{weak}", percent.abs(), if ratio > 1.0 { "faster" } else { "slower" })
             }
             Verdict::NoDifference => "makes no difference that could be seen".to_owned(),
             Verdict::TooFewSamples => "had too few rounds to be judged".to_owned(),
@@ -370,8 +381,121 @@ pub(crate) fn same_tokens(experiment: &Experiment) -> Vec<String> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
+
+    /// A record of one prompt in three arms, five rounds, B a tenth faster than A and C a tenth faster than B.
+    pub(crate) fn record(change: impl FnOnce(&mut Value)) -> Record {
+        let sample = |tps: f64, round: usize| {
+            json!({
+                "round": round, "place": 0, "prefill_tps": tps + round as f64, "prompt_tokens": 513, "cached_tokens": 0,
+                "prefill_ms": 51.3, "queue_ms": 0.1, "ttft_ms": 52.0, "other_ms": 0.6, "decode_tps": 30.0, "tpot_ms": 33.3,
+                "answer_ms": 100.0, "longest_gap_ms": 40.0, "others_cpu_share": null
+            })
+        };
+        let rates = |tps: f64| (0..5).map(|round| tps + f64::from(round)).collect::<Vec<_>>();
+        let gain = |rate: f64, base: f64| Difference::of_rounds(&rates(rate), &rates(base));
+        let interval = |tps| json!({"median": tps, "low": tps, "high": tps});
+        let evidence = json!({
+            "requests": 5, "planned": {"query": 5}, "dispatched": {"query": 5}, "fallbacks": {}, "widths": {"512": 5},
+            "narrowed_by": {}, "tiles_in_prompts": 5, "tiles_in_chunks": 5, "missing": 0, "deviating": 0
+        });
+        let cell_arm = |(name, tps): (&str, f64)| {
+            let samples: Vec<Value> = (0..5).map(|round| sample(tps, round)).collect();
+            json!({"arm": name, "samples": samples, "prefill_tps": interval(tps), "ttft_ms": interval(52.0),
+                   "decode_tps": interval(30.0), "evidence": evidence})
+        };
+        let arm = |(name, args): (&str, &str)| {
+            json!({"arm": {"name": name, "label": "x", "args": [args]}, "devices": ["cpu"], "load_s": [0.5],
+                   "peak_memory_bytes": 3 << 20})
+        };
+        let cell_arms = [("A", 1000.0), ("B", 1100.0), ("C", 1210.0)].map(cell_arm);
+        let arms = [("A", "--chunk=256"), ("B", "--chunk=512"), ("C", "--npu=soft")].map(arm);
+        let state = json!({"load_1m": 0.5, "cpu_mhz": null, "available_memory_bytes": 5000u64 << 20,
+                           "memory_pressure": null, "cpu_pressure": null});
+        let mut value = json!({
+            "schema": "troika-bench", "version": crate::record::VERSION, "created_unix_s": 0,
+            "program": {"version": "1.0", "sha256": "0123456789abcdef0123", "build": "release"},
+            "host": {"facts": {"os": "linux", "arch": "x", "cpu": "cpu", "cores": 2, "memory_bytes": null, "governor": null},
+                     "start": state, "end": state},
+            "settings": {"preset": null, "regime": "lab", "corpus": "prose_en", "generate": 4, "rounds": 5, "max_rounds": 5,
+                         "repeats": 1, "geometry": {"tile": 512, "stock_step": 256, "plan_step": 512},
+                         "feature": {"name": "widen_only"}},
+            "experiments": [{
+                "model": {"name": "m", "args": [], "weights_sha256": "w", "tokenizer_sha256": "t", "class": "fast"},
+                "drafter": false,
+                "arms": arms,
+                "cells": [{
+                    "length": {"tokens": 513, "fit": "aligned"}, "ids_sha256": "fedcba9876543210fedc",
+                    "arms": cell_arms,
+                    "geometry_gain": gain(1100.0, 1000.0), "feature_gain": gain(1210.0, 1100.0),
+                    "total_gain": gain(1210.0, 1000.0), "against_every_core": null, "tokens": [],
+                    "engagement": {"state": "hybrid"}
+                }]
+            }]
+        });
+        change(&mut value);
+        Record::parse(&value.to_string()).expect("a record")
+    }
+
+    #[test]
+    fn a_report_says_in_words_what_was_found() {
+        let text = table::render(&record(|_| {}), false);
+        for part in [
+            "513 aligned: the feature makes prompts 10.0 % faster; the width of the chunks alone makes prompts 10.0 % faster.",
+            "513 aligned: one chunk: nothing in flight beside it.",
+            "513 aligned fedcba9876543210.",
+            "SHA-256 0123456789abcdef). Host at the start: load 0.5, 5,000 MB of memory free; at the end: load 0.5",
+        ] {
+            assert!(text.contains(part), "no `{part}` in:\n{text}");
+        }
+        let weak = |value: &mut Value| value["experiments"][0]["cells"][0]["feature_gain"]["is_weak"] = true.into();
+        assert!(
+            table::render(&record(weak), false).contains("makes prompts 10.0 % faster (few rounds: weak); the width")
+        );
+        let several = record(|value| {
+            value["experiments"][0]["cells"][0]["arms"][2]["evidence"]["widths"] = json!({"512": 10});
+        });
+        assert!(!table::render(&several, false).contains("one chunk"));
+        let page = html::render(&record(|_| {})).expect("drawn");
+        assert!(
+            page.contains("<li>513 aligned: the feature makes prompts 10.0 % faster") && page.contains("<svg"),
+            "{page}"
+        );
+    }
+
+    #[test]
+    fn what_is_no_feature_is_not_praised() {
+        let idle = |value: &mut Value| {
+            value["experiments"][0]["cells"][0]["engagement"] = json!({"state": "not_engaged", "reasons": ["r"]});
+        };
+        let text = table::render(&record(idle), false);
+        assert!(text.contains("the feature is NOT ENGAGED, so what it gained is not its own"), "{text}");
+        assert!(!text.contains("one chunk"), "{text}");
+        let void = record(|value| value["experiments"][0]["cells"][0]["void"] = "arms A and B differ".into());
+        let text = table::render(&void, false);
+        assert!(text.contains("513 aligned: VOID, nothing can be said.") && !text.contains("10.0 %"), "{text}");
+        assert_eq!((void.num_void(), record(|_| {}).num_void()), (1, 0));
+    }
+
+    #[test]
+    fn a_missing_arm_is_explained() {
+        let two = |cores: usize| {
+            record(|value| {
+                value["host"]["facts"]["cores"] = cores.into();
+                let experiment = &mut value["experiments"][0];
+                experiment["arms"].as_array_mut().expect("arms").pop();
+                experiment["cells"][0]["arms"].as_array_mut().expect("arms").pop();
+                experiment["cells"][0]["feature_gain"] = Value::Null;
+                experiment["cells"][0]["engagement"] = Value::Null;
+            })
+        };
+        let text = table::render(&two(1), false);
+        assert!(text.contains("There is no arm C") && text.contains("one core, and a soft engine needs one"), "{text}");
+        assert!(table::render(&two(2), false).contains("Name engines with --npu."));
+    }
 
     #[test]
     fn numbers_read_well() {

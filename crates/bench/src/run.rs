@@ -29,6 +29,9 @@ const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 /// Tokens of the discarded request, at most: every page of the weights is touched, every tile was computed once.
 const WARM_UP_TOKENS: usize = 4097;
 
+/// Tokens that make a rate, of two answers at once: the first few come at any moment.
+const MIN_TOGETHER: f64 = 8.0;
+
 /// How long the record of a request that has ended is waited for.
 const RECORD_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -532,7 +535,8 @@ fn decoded_together(answers: &[Answer]) -> Option<f64> {
         // A piece may be several tokens.
         within as f64 * answer.usage.completion_tokens as f64 / answer.pieces.len().max(1) as f64
     });
-    (end > begin).then(|| tokens.sum::<f64>() / (end - begin))
+    let tokens: f64 = tokens.sum();
+    (end > begin && tokens >= MIN_TOGETHER).then(|| tokens / (end - begin))
 }
 
 pub(crate) fn check_texts<'a>(
@@ -715,12 +719,13 @@ mod tests {
         let times = [(0.010, 0.050), (0.060, 0.030)].map(|(queue_s, prefill_s)| EngineTimes { queue_s, prefill_s });
         let (queue_s, computing_s) = together(&times);
         assert!((queue_s - 0.010).abs() < 1e-12 && (computing_s - 0.080).abs() < 1e-12, "{queue_s} {computing_s}");
-        // One answers from 1 to 5 s, the other from 3 to 7 s: both do for two seconds, with two and four tokens in them.
-        let both = [answer(1.0, 1.0, 5), answer(3.0, 0.5, 9)];
-        assert_eq!(decoded_together(&both), Some(3.0));
+        // One answers from 1 to 5 s, the other from 3 to 7 s: both do for two seconds, with two and eight tokens in them.
+        let both = [answer(1.0, 1.0, 5), answer(3.0, 0.25, 17)];
+        assert_eq!(decoded_together(&both), Some(5.0));
+        assert_eq!(decoded_together(&[answer(1.0, 1.0, 5), answer(3.0, 0.5, 9)]), None, "six are too few");
         assert_eq!(decoded_together(&[answer(1.0, 0.1, 5), answer(3.0, 1.0, 5)]), None);
         let measured = Measured { computing_s: 2.99, queue_s: 0.01, answers: both.to_vec() };
-        assert!((measured.sample(0, 0, 1.0).decode_tps - 3.0).abs() < 1e-12);
+        assert!((measured.sample(0, 0, 1.0).decode_tps - 5.0).abs() < 1e-12);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 
 /// Writes `report` as JSON to `target`, where `-` is standard output.
@@ -16,6 +16,29 @@ pub(crate) fn write_json(target: &Path, report: &impl Serialize) -> Result<()> {
     } else {
         write_whole(target, text.as_bytes())
     }
+}
+
+/// As [`write_json`], of what took long to measure: if it cannot be written where it should go, it is left in the folder for
+/// temporary files, and the error says where.
+pub(crate) fn write_record(target: &Path, record: &impl Serialize) -> Result<()> {
+    write_json(target, record).map_err(|error| {
+        let path = std::env::temp_dir().join(format!("troika-record-{}.json", std::process::id()));
+        match write_json(&path, record) {
+            Ok(()) => error.context(format!("the record is in {} instead", path.display())),
+            Err(second) => error.context(format!("the record is lost: {second:#}")),
+        }
+    })
+}
+
+/// Whether `target` can be written, before the work whose result is to go there: nothing of it is there afterwards that was
+/// not before.
+pub(crate) fn check_writable(target: &Path) -> Result<()> {
+    if target == Path::new("-") {
+        return Ok(());
+    }
+    ensure!(!target.is_dir(), "cannot write {}: it is a folder", target.display());
+    // Who reads a pipe would take it for the end.
+    if target.exists() && !target.is_file() { Ok(()) } else { WholeFile::create(target).map(drop) }
 }
 
 /// Writes a file so that nobody ever sees half of it.
@@ -108,4 +131,21 @@ pub(crate) fn median(values: &[f64]) -> Option<f64> {
 pub(crate) fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("cannot write to standard output")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_record_survives_a_full_disk() {
+        let error = format!("{:#}", write_record(Path::new("/dev/full"), &[1, 2]).expect_err("the device is full"));
+        let (_, rest) = error.split_once("the record is in ").expect(&error);
+        let (path, rest) = rest.split_once(" instead: ").expect(&error);
+        assert!(rest.starts_with("cannot write /dev/full"), "{error}");
+        let record: Vec<u32> = serde_json::from_str(&fs::read_to_string(path).expect("written")).expect("JSON");
+        fs::remove_file(path).expect("it is there");
+        assert_eq!(record, [1, 2]);
+    }
 }

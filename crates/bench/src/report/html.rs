@@ -14,7 +14,8 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding
 th,td{padding:.25rem .9rem .25rem 0;text-align:left;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}\
 .mind{border-left:4px solid var(--bad);padding:.2rem .8rem;background:var(--mind)}.bad{color:var(--bad);font-weight:700}\
 h2{margin-top:2.5rem}svg{max-width:100%;height:auto}footer,figcaption{color:var(--dim)}figure{margin:1rem 0}\
-svg text{fill:var(--ink)}svg [stroke=\"#000000\"]{stroke:var(--dim)}svg [fill=\"#FFFFFF\"]{fill:var(--paper)}";
+svg text{fill:var(--ink)}svg [stroke=\"#000000\"]{stroke:var(--dim)}svg [stroke=\"#FFFFFF\"]{stroke:none}\
+svg [fill=\"#FFFFFF\"]{fill:var(--paper)}";
 
 /// How to read a page, for whoever sees the first.
 const HOW_TO_READ: &str = "Each arm is a server of its own, started afresh for every round, and all get the same prompts. \
@@ -50,7 +51,7 @@ fn one(experiment: &Experiment, record: &Record, body: &mut String) -> Result<()
         let _ = writeln!(body, "<div class=\"mind\"><p>Before you believe it:</p><ul>{lines}</ul></div>");
     }
     let lines: String = in_words(experiment).iter().map(|line| format!("<li>{}</li>", marked(line))).collect();
-    let _ = writeln!(body, "<ul>{lines}</ul>");
+    let _ = writeln!(body, "<h3>In words</h3>\n<ul>{lines}</ul>");
     for table in tables(experiment) {
         html_table(&table, body);
     }
@@ -61,7 +62,7 @@ fn one(experiment: &Experiment, record: &Record, body: &mut String) -> Result<()
         ("Rate by length of the prompt", "Higher is better. Bars are 95 % intervals.", plot::rates(experiment)?),
         (
             "Time of one prompt by operation and device",
-            "Added up: devices work side by side, so that the longest bar is less than the time of the prompt.",
+            "Added up over the prompt. What engines do overlaps in time with what the primary device does.",
             plot::profile(experiment)?,
         ),
         (
@@ -71,7 +72,7 @@ fn one(experiment: &Experiment, record: &Record, body: &mut String) -> Result<()
         ),
         (
             "One request of each arm, phase by phase",
-            "The sample in the middle, of the longest prompt. Only `prompt` is in the rates above.",
+            "The sample in the middle, of the longest prompt. Only \"prompt\" is in the rates above.",
             plot::timeline(experiment)?,
         ),
     ];

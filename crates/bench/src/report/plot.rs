@@ -9,6 +9,8 @@ use crate::arm::ArmName;
 use crate::record::{ArmRecord, Experiment};
 
 const WIDTH: u32 = 960;
+/// How far arms stand apart, as a share of the longest prompt.
+const ASIDE: f64 = 0.006;
 /// Kinds of operations that have a colour of their own; the rest is one.
 const MAX_KINDS: usize = 11;
 
@@ -53,12 +55,14 @@ pub fn rates(experiment: &Experiment) -> Result<Option<String>, BenchError> {
             .y_label_formatter(&|y| format!("{y:.0}"))
             .draw()
             .map_err(fault)?;
-        for arm in &experiment.arms {
+        for (place, arm) in experiment.arms.iter().enumerate() {
             let name = arm.arm.name;
+            // Side by side, or intervals of one length hide each other.
+            let aside = (place as f64 - (experiment.arms.len() - 1) as f64 / 2.0) * longest * ASIDE;
             let points: Vec<(f64, crate::stats::Interval)> = experiment
                 .cells
                 .iter()
-                .filter_map(|cell| Some((cell.length.tokens as f64, cell.arm(name)?.prefill_tps?)))
+                .filter_map(|cell| Some((cell.length.tokens as f64 + aside, cell.arm(name)?.prefill_tps?)))
                 .collect();
             let line = points.iter().map(|(x, rate)| (*x, rate.median));
             let series = chart.draw_series(LineSeries::new(line, color(name).stroke_width(2))).map_err(fault)?;
@@ -84,18 +88,16 @@ pub fn rates(experiment: &Experiment) -> Result<Option<String>, BenchError> {
 ///
 /// If it cannot be drawn.
 pub fn profile(experiment: &Experiment) -> Result<Option<String>, BenchError> {
-    let mut by_kind: BTreeMap<&str, f64> = BTreeMap::new();
     let mut bars: Vec<(String, BTreeMap<&str, f64>)> = Vec::new();
     for arm in &experiment.arms {
         let mut devices: BTreeMap<&str, BTreeMap<&str, f64>> = BTreeMap::new();
         for entry in arm.profile.iter().flat_map(|profile| &profile.entries) {
-            *by_kind.entry(&entry.kind).or_default() += entry.ms;
             *devices.entry(&entry.device).or_default().entry(&entry.kind).or_default() += entry.ms;
         }
         let name = |device: &str| format!("{} {}", arm.arm.name.letter(), device_name(device.parse().ok()));
         bars.extend(devices.into_iter().map(|(device, kinds)| (name(device), kinds)));
     }
-    let kinds = longest_first(by_kind);
+    let kinds = kinds_with_colors(experiment);
     let parts = bars.into_iter().map(|(name, times)| {
         let mut parts: Vec<Part> = Vec::new();
         let mut start = 0.0;
@@ -126,11 +128,7 @@ pub(crate) fn device_name(number: Option<u16>) -> String {
 ///
 /// If it cannot be drawn.
 pub fn steps(experiment: &Experiment) -> Result<Option<String>, BenchError> {
-    let mut by_kind: BTreeMap<&str, f64> = BTreeMap::new();
-    for span in experiment.arms.iter().flat_map(|arm| &arm.step).flat_map(|step| &step.spans) {
-        *by_kind.entry(&span.kind).or_default() += span.end_us - span.start_us;
-    }
-    let kinds = longest_first(by_kind);
+    let kinds = kinds_with_colors(experiment);
     let color = |kind: &str| kinds.iter().position(|other| *other == kind).unwrap_or(MAX_KINDS);
     let mut bars: BTreeMap<(usize, u16), (String, Vec<Part>)> = BTreeMap::new();
     for (place, arm) in experiment.arms.iter().enumerate() {
@@ -145,8 +143,15 @@ pub fn steps(experiment: &Experiment) -> Result<Option<String>, BenchError> {
     rows(&bars.into_values().collect::<Vec<_>>(), "milliseconds after the step was submitted")
 }
 
-/// The kinds that take longest, as many as have colours of their own.
-fn longest_first(by_kind: BTreeMap<&str, f64>) -> Vec<&str> {
+/// The kinds that take longest, as many as have colours of their own, which are the same in all plots.
+fn kinds_with_colors(experiment: &Experiment) -> Vec<&str> {
+    let mut by_kind: BTreeMap<&str, f64> = BTreeMap::new();
+    for entry in experiment.arms.iter().flat_map(|arm| &arm.profile).flat_map(|profile| &profile.entries) {
+        *by_kind.entry(&entry.kind).or_default() += entry.ms;
+    }
+    for span in experiment.arms.iter().flat_map(|arm| &arm.step).flat_map(|step| &step.spans) {
+        *by_kind.entry(&span.kind).or_default() += (span.end_us - span.start_us) / 1e3;
+    }
     let mut kinds: Vec<(&str, f64)> = by_kind.into_iter().collect();
     kinds.sort_by(|a, b| b.1.total_cmp(&a.1));
     kinds.into_iter().take(MAX_KINDS).map(|(kind, _)| kind).collect()

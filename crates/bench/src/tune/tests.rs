@@ -285,7 +285,7 @@ fn what_was_not_carried_out_is_void_and_what_is_wrong_is_refused() {
 fn a_long_run_needs_consent() {
     let limited = Options { max_estimate_s: Some(600.0), ..options(true, 3) };
     let error = tune(&mut Machine::new(0.0, 1), &limited, &mut |_| {}).expect_err("too long");
-    assert!(error.to_string().contains("minutes; --yes consents"), "{error}");
+    assert!(error.to_string().contains("minutes: --yes goes ahead"), "{error}");
 }
 
 /// Cut short and taken up again, a run asks nothing twice and comes to the same end.

@@ -67,6 +67,23 @@ fn a_feature_that_never_runs_is_not_engaged() {
     bench(&scratch, "never-runs", &few).fails(1, &["--require-engaged", "NOT ENGAGED"]);
 }
 
+/// The same of a real engine: it is compiled and loaded, and no prompt has a tile for it.
+#[test]
+fn an_engine_that_nothing_comes_to_is_not_engaged() {
+    let scratch = Scratch::new();
+    let json = scratch.arg("idle.json");
+    let lengths = ["bench", "--prompt-lengths", "100", "--fit", "natural", "--tile", "128", "--chunk", "128"];
+    let few = ["--generate", "2", "--rounds", "3", "--max-rounds", "3", "--repeats", "1", "--min-sample-ms", "0"];
+    let engine = ["--npu", "soft:cores=1", "--require-engaged", "--json", &json];
+    let ran = troika(&[&lengths[..], &few, &engine].concat()).fails(1, &["--require-engaged", "NOT ENGAGED"]);
+    assert!(ran.stdout.contains("the feature is NOT ENGAGED, so what it gained is not its own"), "{}", ran.stdout);
+    let record = record(&json);
+    let cell = &record["experiments"][0]["cells"][0];
+    assert_eq!(cell["arms"][2]["evidence"]["dispatched"], serde_json::json!({}), "{cell}");
+    assert!(cell["engagement"]["reasons"].to_string().contains("no prompt had a whole tile"), "{cell}");
+    assert!(record["experiments"][0]["arms"][2]["engine_memory_bytes"].as_u64() > Some(0), "{record}");
+}
+
 /// Acceptance test 16: what only widens chunks gains geometry at most. Here, that arm C is started as B is and does the same work, so that
 /// nothing is left to be credited to it; what times say of such arms is on a virtual clock in `simulation.rs`, on made-up noise in the
 /// statistics, and in the long form below.
@@ -151,14 +168,38 @@ fn reports_are_written_and_compared() {
     // Two arms, and in each a step with a shared expert in every layer.
     assert_eq!((spans("prompt"), spans("answer")), (2, 2), "{events}");
     assert!(spans("shared expert") >= 2 && spans("shared expert").is_multiple_of(2), "{events}");
+    let document = include_str!("../../../../docs/formats/bench-record.md");
+    members(&record(&json), &mut |name| assert!(document.contains(&format!("{name}`")), "{name} is not described"));
     // The same page again, of the record alone.
     let again = scratch.arg("again.html");
     assert_eq!(troika(&["bench", "report", &json, "--html", &again]).ok().stdout, table);
     assert_eq!(read(&again), page);
     let compared = troika(&["bench", "compare", &json, &json, "--fail-if-slower"]).ok().stdout;
     assert!(compared.contains("no difference (") && compared.contains("The program is the same"), "{compared}");
+    let mut service = record(&json);
+    service["settings"]["regime"] = "service".into();
+    let service = scratch.write("service.json", service.to_string().as_bytes());
+    let unlike = ["bench", "compare", &json, &service, "--fail-if-slower"];
+    troika(&unlike).fails(1, &["nothing of", "service.json", "could be compared"]);
     let other = scratch.write("other.json", br#"{"schema": "troika-bench", "version": 99}"#);
     troika(&["bench", "compare", &json, &other]).fails(1, &["other.json", "version 99"]);
+}
+
+/// Calls `see` with every member's name; those of maps are keys of another kind.
+fn members(value: &Value, see: &mut impl FnMut(&str)) {
+    match value {
+        Value::Object(object) => {
+            for (name, value) in object {
+                see(name);
+                if !["planned", "dispatched", "fallbacks", "widths", "narrowed_by", "refused"].contains(&name.as_str())
+                {
+                    members(value, see);
+                }
+            }
+        }
+        Value::Array(values) => values.iter().for_each(|value| members(value, see)),
+        _ => {}
+    }
 }
 
 fn record(path: &str) -> Value {
@@ -181,7 +222,7 @@ fn what_cannot_be_is_said_at_once() {
     assert!(!std::path::Path::new(&same).exists(), "trying leaves nothing behind");
     bench(&["--npu", "ane"]).fails(1, &["--npu: unknown engine `ane`"]);
     let load = ["bench", "load", "--model", &model, "--agents", "1", "--instructions", "9000000"];
-    troika(&load).fails(1, &["1 agents, 9000000 shared tokens", "do not fit the context of model"]);
+    troika(&load).fails(1, &["1 agent, 9000000 shared tokens", "do not fit the context of model"]);
     std::fs::remove_file(scratch.path("model/tokenizer.json")).expect("it was there");
     bench(&[]).fails(1, &["tokenizer.json"]);
 }
@@ -348,6 +389,8 @@ fn traffic_is_measured_and_kept_prefixes_are_counted() {
         "1",
     ];
     let record = troika(&args).ok().json();
+    let document = include_str!("../../../../docs/formats/bench-record.md");
+    members(&record, &mut |name| assert!(document.contains(&format!("{name}`")), "{name} is not described"));
     let levels = record["levels"].as_array().expect("levels");
     let completed: Vec<_> = levels.iter().map(|level| level["completed"].as_u64()).collect();
     assert_eq!(completed, [Some(6), Some(6), Some(4)], "{record}");

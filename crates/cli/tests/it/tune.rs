@@ -105,7 +105,7 @@ fn a_prediction_says_so_and_no_server_takes_it() {
     troika(&["tune", "--simulate", "m9"]).fails(1, &["m9", "m3-ultra-512"]);
     let mixed = ["tune", "--simulate", "m3-ultra-512", "--npu", "soft"];
     troika(&mixed).fails(2, &["--npu"]);
-    troika(&["tune", "--npu", "soft", "--tiles", "1024"]).fails(1, &["--tiles: 524800 tokens", "nano"]);
+    troika(&["tune", "--npu", "soft", "--tiles", "1024"]).fails(1, &["--tiles 1024", "524800 are wanted"]);
     troika(&["tune", "--npu", "soft", "--modes", "split,wavefront"]).fails(1, &["wavefront needs overlap"]);
 }
 

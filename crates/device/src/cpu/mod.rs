@@ -98,7 +98,8 @@ impl CpuDevice {
         let failed = |reason: String| DeviceError::Threads { threads: options.threads, reason };
         let pool = Pool::new(options.threads, options.pin).map_err(|e| failed(e.to_string()))?;
         let threads = pool.threads();
-        let description = format!("{threads} threads, {:?}", options.level);
+        let plural = if threads == 1 { "" } else { "s" };
+        let description = format!("{threads} CPU thread{plural}, {}", options.level.name());
         let capabilities = Capabilities { name: "cpu".to_owned(), kind: DeviceKind::Cpu, description, threads };
         let (queue, pool) = (Mutex::default(), Mutex::new(pool));
         Ok(Self { capabilities, weights: OnceLock::new(), class, level: options.level, queue, pool })

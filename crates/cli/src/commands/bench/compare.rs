@@ -23,7 +23,7 @@ pub(crate) struct Args {
     /// Print Markdown.
     #[arg(long)]
     markdown: bool,
-    /// Fail if any rate of the second is lower.
+    /// Fail if any rate of the second is lower, or none could be compared.
     #[arg(long)]
     fail_if_slower: bool,
 }
@@ -31,6 +31,9 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     let comparison = Comparison::of(&read(&args.first)?, &read(&args.second)?);
     print(&if args.markdown { comparison.markdown() } else { comparison.table() })?;
+    if args.fail_if_slower && comparison.is_empty() {
+        bail!("--fail-if-slower: nothing of {} could be compared", args.second.display());
+    }
     if args.fail_if_slower && comparison.any_slower {
         bail!("--fail-if-slower: {} is slower in some rate", args.second.display());
     }

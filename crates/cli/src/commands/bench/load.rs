@@ -14,9 +14,9 @@ use troika_bench::load::{LoadRecord, Objective, SCHEMA, Shape, Traffic, VERSION,
 use troika_bench::record::Program;
 use troika_bench::server::{Launch, Server};
 
-use super::{check_writable, ending, stop_flag, subject};
+use super::{ending, stop_flag, subject};
 use crate::progress;
-use crate::report::{print, write_json};
+use crate::report::{check_writable, print, write_record};
 
 /// Loading may take so long.
 const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
@@ -159,7 +159,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         print(&record.table())?;
     }
     if let Some(path) = &args.json {
-        write_json(path, &record)?;
+        write_record(path, &record)?;
     }
     let num_failed = record.num_failed();
     match record.incomplete {

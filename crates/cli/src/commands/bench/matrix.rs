@@ -13,9 +13,9 @@ use troika_bench::record::{Fit, Length, Record, Regime, Settings};
 use troika_bench::report;
 use troika_bench::run::{self, Setup, Subject};
 
-use super::{check_writable, ending, stop_flag, subject};
+use super::{ending, stop_flag, subject};
 use crate::hybrid::NpuSpec;
-use crate::report::{print, write_json, write_whole};
+use crate::report::{check_writable, print, write_json, write_record, write_whole};
 use crate::{progress, tuning};
 
 /// Prompt tokens in one step of `troika serve`, unless it is told otherwise.
@@ -241,7 +241,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
     if !to_stdout {
         print_table(&record)?;
     }
-    let json = args.json.as_ref().map_or(Ok(()), |path| write_json(path, &record));
+    let json = args.json.as_ref().map_or(Ok(()), |path| write_record(path, &record));
     let others = args.outputs.write(&record);
     json.and(others)?;
     code(args, &record, stop.load(Ordering::Relaxed))

@@ -8,14 +8,11 @@ mod matrix;
 mod rerender;
 pub(super) mod subject;
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use anyhow::{Result, ensure};
-
-use crate::report::WholeFile;
+use anyhow::{Context, Result};
 
 /// Measure prompt and generation speed, and whether a feature makes a difference.
 ///
@@ -59,24 +56,27 @@ pub(super) fn ending() -> ExitCode {
     ExitCode::from(ENDING.load(Ordering::Relaxed))
 }
 
-/// Whether `target` can be written, before anything is measured: nothing of it is there afterwards that was not before.
-pub(super) fn check_writable(target: &Path) -> Result<()> {
-    if target == Path::new("-") {
-        return Ok(());
-    }
-    ensure!(!target.is_dir(), "cannot write {}: it is a folder", target.display());
-    // Who reads a pipe would take it for the end.
-    if target.exists() && !target.is_file() { Ok(()) } else { WholeFile::create(target).map(drop) }
-}
-
 /// Becomes true at the first Ctrl-C or SIGTERM; the second ends the process, and its servers with it.
 pub(super) fn stop_flag() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&stop);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let (listening, listens) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         runtime.block_on(async {
-            if let Ok(signal) = super::serve::terminated().await {
+            let mut first = std::pin::pin!(super::serve::terminated());
+            // It listens from when it was polled, and nothing is started before.
+            let at_once = tokio::select! {
+                biased;
+                signal = &mut first => Some(signal),
+                () = std::future::ready(()) => None,
+            };
+            let _ = listening.send(());
+            let signal = match at_once {
+                Some(signal) => signal,
+                None => first.await,
+            };
+            if let Ok(signal) = signal {
                 ENDING.store(signal.code(), Ordering::Relaxed);
                 flag.store(true, Ordering::Relaxed);
                 eprintln!("ending: what was measured so far is kept; a second signal ends at once");
@@ -87,5 +87,6 @@ pub(super) fn stop_flag() -> Result<Arc<AtomicBool>> {
             }
         });
     });
+    listens.recv().context("nobody listens for signals")?;
     Ok(stop)
 }

@@ -32,9 +32,13 @@ pub(super) fn tune(
     let subject = subject::open(args.model.clone(), NumericClass::Fast, Corpus::CodePython)?;
     let longest = (options.tiles + 1) * geometry.tile;
     let (most, name) = (subject.max_context_tokens, &subject.facts.name);
-    ensure!(longest <= most, "--tiles: {longest} tokens do not fit the context of {name}, which is {most}");
+    ensure!(
+        longest <= most,
+        "--tiles {}: {longest} tokens do not fit the context of {name}, which is {most}",
+        options.tiles
+    );
     // Three prompts of the verification, each at a place of its own.
-    subject.tokens.prompt(3, longest)?;
+    subject.tokens.prompt(3, longest).with_context(|| format!("--tiles {}", options.tiles))?;
     let mut model_args = ModelArgs::of(args.model.clone(), NumericClass::Fast);
     model_args.threads = args.threads;
     let model = model_args.open()?;
