@@ -308,10 +308,8 @@ struct Loop {
 
 impl Loop {
     fn run(&mut self) {
-        // Of the last turn: a step that has ended since may have made something to do.
-        let mut had_nothing_to_do = true;
         loop {
-            self.take_commands(had_nothing_to_do);
+            self.take_commands();
             let now = self.clock.now_us();
             if !self.open {
                 self.core.finish_all(FinishReason::Shutdown, now);
@@ -321,8 +319,7 @@ impl Loop {
                 self.core.flush();
                 return;
             }
-            had_nothing_to_do = self.core.is_idle();
-            if !had_nothing_to_do {
+            if !self.core.is_idle() {
                 // The only place that waits for a step.
                 let clock = self.clock;
                 let left = |due: u64| Duration::from_micros(due.saturating_sub(clock.now_us()));
@@ -331,9 +328,9 @@ impl Loop {
         }
     }
 
-    /// Takes what has come in; waits for it if that is all there is to do.
-    fn take_commands(&mut self, waits: bool) {
-        if waits && self.open {
+    /// Takes what has come in; waits if there is nothing else to do.
+    fn take_commands(&mut self) {
+        if self.core.is_idle() && self.open {
             let command = if self.core.is_empty() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {

@@ -221,6 +221,8 @@ pub struct Core<R> {
     throttle: u32,
     skips: Skips,
     given_up: GivenUp,
+    /// A step is done, and what follows from it is not yet planned.
+    turn_is_due: bool,
     /// Tokens that the drafter proposes at once; 0 = there is none.
     block_of_drafts: usize,
     drafting: Drafting,
@@ -265,6 +267,7 @@ impl<R: StepRunner> Core<R> {
             throttle: 0,
             skips: Skips::default(),
             given_up: GivenUp::default(),
+            turn_is_due: false,
             block_of_drafts,
             drafting: Drafting::default(),
         }
@@ -306,9 +309,10 @@ impl<R: StepRunner> Core<R> {
         self.requests.is_empty() && self.in_flight.is_empty()
     }
 
-    /// True if no step is in flight: nothing happens until a command comes in or a listener makes room.
+    /// True if no step is in flight and the last one was followed by a [`Self::turn`]: nothing happens until a command comes in or
+    /// a listener makes room.
     pub fn is_idle(&self) -> bool {
-        self.in_flight.is_empty()
+        self.in_flight.is_empty() && !self.turn_is_due
     }
 
     /// When [`Self::turn`] wants to be called again, whatever happens meanwhile.
@@ -392,6 +396,7 @@ impl<R: StepRunner> Core<R> {
                 }
             }
         }
+        self.turn_is_due = false;
         self.publish();
     }
 

@@ -242,6 +242,8 @@ impl<R: StepRunner> World<R> {
         }
         self.core.wait(None, |_| 0);
         self.core.check_invariants();
+        // Or its loop would wait for commands, although the next step can begin.
+        assert!(!self.core.is_idle(), "a turn is due");
         true
     }
 

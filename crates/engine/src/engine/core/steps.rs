@@ -227,6 +227,7 @@ impl<R: StepRunner> Core<R> {
     /// If nothing is in flight, or the devices are gone.
     pub fn wait(&mut self, timeout: Option<Duration>, now_us: impl Fn(&R) -> u64) {
         let mut timeout = timeout;
+        self.turn_is_due = true;
         // With a step fail those that build on it, and nothing is planned before all of them are known.
         while self.wait_once(timeout, &now_us) && !self.in_flight.is_empty() {
             timeout = Some(Duration::ZERO);
