@@ -16,8 +16,10 @@ pub(super) const MAX_DRAFTING: usize = 4;
 /// brings.
 const MIN_CHANCE: f32 = 0.3;
 
-/// Drafted steps until it is decided whether they pay.
+/// Drafted steps until it is decided whether they pay, and until they may be found hopeless: if they bring less than two thirds of what
+/// they must.
 const TRIAL: u32 = 8;
+const LEAST_TRIAL: u32 = 4;
 
 /// Steps without drafts after a trial that did not pay: the first time, and at most.
 const RESTS: [u32; 2] = [64, 512];
@@ -144,7 +146,8 @@ impl Drafting {
         self.steps += 1;
         self.brought += tokens as f64;
         self.needed += sequences as f64 * us as f64 / plain_us.max(1) as f64;
-        if self.steps < TRIAL {
+        let is_hopeless = self.steps >= LEAST_TRIAL && 1.5 * self.brought < self.needed;
+        if self.steps < TRIAL && !is_hopeless {
             return;
         }
         if self.brought < self.needed {
@@ -219,6 +222,16 @@ mod tests {
         let mut drafting = measured();
         assert_eq!([1, 1, 1, 1, 1].map(|tokens| rest_after(&mut drafting, tokens)), [64, 128, 256, 512, 512]);
         assert_eq!([2, 1, 1].map(|tokens| rest_after(&mut drafting, tokens)), [0, 64, 128]);
+    }
+
+    #[test]
+    fn what_is_hopeless_is_tried_half_as_long() {
+        let mut drafting = measured();
+        for _ in 0..LEAST_TRIAL {
+            assert_eq!(drafting.bars(1), None);
+            drafting.brought(1, 1, Some(1501));
+        }
+        assert_eq!(drafting.bars(1), Some(Skip::Unprofitable));
     }
 
     #[test]

@@ -364,9 +364,9 @@ fn counts_are_exact() {
     // The answer's first token, four steps that say what a step takes, then six tokens each; the last five need four drafts.
     let by_place = vec![[6, 6], [6, 6], [6, 6], [6, 6], [5, 5]];
     assert_eq!(counts(&[BLOCK]), (6, 29, 29, by_place, vec![("measuring", 4)], 6));
-    // Eight in vain, and the rest goes without; nothing could follow the last.
-    let skipped = vec![("ending", 1), ("measuring", 4), ("unprofitable", 26)];
-    assert_eq!(counts(&[0]), (8, 40, 0, vec![[8, 0]; BLOCK], skipped, 8));
+    // Four in vain, and the rest goes without; nothing could follow the last.
+    let skipped = vec![("ending", 1), ("measuring", 4), ("unprofitable", 30)];
+    assert_eq!(counts(&[0]), (4, 20, 0, vec![[4, 0]; BLOCK], skipped, 4));
     let by_place = vec![[11, 9], [11, 6], [10, 4], [10, 2], [10, 2]];
     assert_eq!(counts(&[1, 0, 3, 5, 2]), (11, 52, 23, by_place, vec![("ending", 1), ("measuring", 4)], 11));
 }
