@@ -1,20 +1,21 @@
 //! `troika bench cross-check`: is the simulator right about this machine?
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use troika_base::NumericClass;
+use troika_bench::host::HostFacts;
 use troika_engine::{Chunk, Priority, Runner, RunnerOptions, Span, WantLogits};
 use troika_graph::{Acceptance, StepGraph};
-use troika_hwsim::{Observed, Observer, Plan, Predicted, Replay, SeenSpan, SeenStep};
+use troika_hwsim::{About, Observed, Observer, Origin, Plan, Predicted, Replay, SeenSpan, SeenStep};
 
 use crate::hybrid::HybridArgs;
-use crate::model_source::{ModelArgs, OpenModel};
+use crate::model_source::{ModelArgs, OpenModel, hex};
 use crate::{builtin, progress, report};
 
 /// Compare the simulator with this machine.
@@ -43,9 +44,12 @@ pub(crate) struct Args {
     /// How often everything is measured; medians count.
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
     rounds: u16,
-    /// Also write what was observed and measured of each model, the profile of this machine, as DIR/MODEL.json.
+    /// Also write what was observed and measured of each model as DIR/MODEL.json.
     #[arg(long, value_name = "DIR")]
     profiles: Option<PathBuf>,
+    /// Also write a profile of this machine with prices of the model, a TOML file that `troika sim --profile` takes. Of one model.
+    #[arg(long, value_name = "FILE")]
+    write_profile: Option<PathBuf>,
     /// Measure nothing: predict anew from what an earlier run with --profiles wrote there, on whatever machine.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["profiles", "tile", "tiles", "rounds", "threads"])]
     from: Option<PathBuf>,
@@ -135,6 +139,7 @@ impl Row {
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct Session {
+    origin: Origin,
     observed: Observed,
     measured: Vec<MeasuredRun>,
 }
@@ -158,6 +163,11 @@ struct CrossCheck {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    ensure!(
+        args.write_profile.is_none() || args.model.len() == 1,
+        "--write-profile: a profile has the prices of one model, and {} are named",
+        args.model.len()
+    );
     let mut steps = progress::Steps::new();
     let mut rows = Vec::new();
     for (done, dir) in args.model.iter().enumerate() {
@@ -192,6 +202,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         if let Some(dir) = &args.profiles {
             std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
             report::write_json(&file(dir), &session)?;
+        }
+        if let Some(file) = &args.write_profile {
+            report::write_whole(file, profile(args, &model, &session, file)?.as_bytes())?;
         }
         let observed = Arc::new(session.observed);
         for MeasuredRun { engines, tokens, wavefront, ms } in session.measured {
@@ -420,8 +433,56 @@ impl Subject<'_> {
             took = [took[0] + alone_ms, took[1] + beside_ms];
         }
         let observed = self.observer.observed(&self.model.name, self.tile());
-        Ok(Session { observed: observed.fitted((&alone, took[0]), (&beside, took[1]))?, measured: runs })
+        let observed = observed.fitted((&alone, took[0]), (&beside, took[1]))?;
+        Ok(Session { origin: self.origin()?, observed, measured: runs })
     }
+
+    fn origin(&self) -> Result<Origin> {
+        let HostFacts { os, arch, cpu, cores, .. } = HostFacts::new();
+        let cpu = cpu.map_or_else(String::new, |cpu| format!("{cpu}, "));
+        Ok(Origin {
+            date: today()?,
+            machine: format!("{cpu}{cores} cores, {os} {arch}; {} thread beside {}", self.args.threads, self.args.npu),
+            build: format!("troika {}", env!("CARGO_PKG_VERSION")),
+            model_digest: hex(&self.model.digests()?[0]),
+        })
+    }
+}
+
+/// UTC, as `2026-11-30`.
+fn today() -> Result<String> {
+    let days = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs() / 86_400;
+    // Years begin in March here, so that the day too many is their last (H. Hinnant, days_from_civil).
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    Ok(format!("{year}-{month:02}-{day:02}"))
+}
+
+/// What was observed, as a profile for `troika sim`.
+fn profile(args: &Args, model: &OpenModel, session: &Session, file: &Path) -> Result<String> {
+    let wish = HybridArgs::of(&args.npu, session.observed.tile, 0, &BTreeMap::new())?.wish()?.engines()?;
+    let name = file.file_stem().context("--write-profile: not the name of a file")?.to_string_lossy().into_owned();
+    let Origin { machine, date, .. } = &session.origin;
+    let comment = format!(
+        "Written by `troika bench cross-check --model {} --write-profile`, from a run of {date}: how, and what each field means, is in \
+         docs/simulator.md.",
+        model.name
+    );
+    let about = About {
+        name,
+        title: machine.clone(),
+        origin: session.origin.clone(),
+        primary: "cpu".to_owned(),
+        engine: wish.backend.name().to_owned(),
+        limits: wish.backend.limits().clone(),
+    };
+    Ok(session.observed.profile(&model.config.model, model.facts(), about)?.to_toml(&comment)?)
 }
 
 fn replay<'a>(model: &'a OpenModel, plan: &'a Plan, tokens: usize, wavefront: usize) -> Replay<'a> {
