@@ -125,6 +125,8 @@ struct Row {
     engines: String,
     wavefront: usize,
     measured_ms: f64,
+    /// Least and most of the rounds: some runs have two outcomes, since who comes first decides what is done beside what.
+    measured_range_ms: [f64; 2],
     predicted_ms: Predicted<f64>,
 }
 
@@ -152,6 +154,16 @@ struct MeasuredRun {
     tokens: usize,
     wavefront: usize,
     ms: f64,
+    /// Of each round, where they were kept; `ms` is their median.
+    #[serde(default)]
+    rounds_ms: Vec<f64>,
+}
+
+impl MeasuredRun {
+    fn range_ms(&self) -> [f64; 2] {
+        let rounds = || self.rounds_ms.iter().copied().chain([self.ms]);
+        [rounds().fold(f64::INFINITY, f64::min), rounds().fold(0.0, f64::max)]
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -181,9 +193,17 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let (session, plans) = match &args.from {
             None => {
                 let observer = Observer::default();
-                let mut subject = Subject { args, model: &model, options, observer, yardstick: None };
+                let mut subject = Subject { args, model: &model, options, observer, yardstick: None, unsteady: 0 };
                 let measured = PLACEMENTS.iter().map(|placements| subject.measure(placements, &mut tell));
                 let measured: Vec<Measured> = measured.collect::<Result<_>>()?;
+                if subject.unsteady > 0 {
+                    let (model, runs) = (&model.name, subject.unsteady);
+                    tracing::warn!(
+                        model,
+                        runs,
+                        "the machine changed its speed meanwhile: have it do nothing else, and repeat"
+                    );
+                }
                 (subject.session(&measured)?, measured.into_iter().map(|measured| measured.plan).collect())
             }
             Some(dir) => {
@@ -207,11 +227,14 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             report::write_whole(file, profile(args, &model, &session, file)?.as_bytes())?;
         }
         let observed = Arc::new(session.observed);
-        for MeasuredRun { engines, tokens, wavefront, ms } in session.measured {
+        for run in session.measured {
+            let measured_range_ms = run.range_ms();
+            let MeasuredRun { engines, tokens, wavefront, ms, .. } = run;
             let place = PLACEMENTS.iter().position(|placements| placements.name == engines);
             let plan = &plans[place.with_context(|| format!("{}: nobody places engines so: {engines}", model.name))?];
             let predicted_ms = replay(&model, plan, tokens, wavefront).predict(&observed)?;
-            rows.push(Row { model: model.name.clone(), tokens, engines, wavefront, measured_ms: ms, predicted_ms });
+            let model = model.name.clone();
+            rows.push(Row { model, tokens, engines, wavefront, measured_ms: ms, measured_range_ms, predicted_ms });
         }
     }
     steps.end();
@@ -232,17 +255,18 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 fn table(check: &CrossCheck) -> String {
     let mut text = "PREDICTED by the simulator from times of single nodes, beside what was measured\n\n".to_owned();
     text += &format!(
-        "{:<14}{:>8}  {:<40}{:>10}{:>14}{:>15}{:>9}\n",
-        "model", "tokens", "on the engine", "in flight", "measured ms", "PREDICTED ms", "error"
+        "{:<14}{:>8}  {:<40}{:>10}{:>14}{:>18}{:>15}{:>9}\n",
+        "model", "tokens", "on the engine", "in flight", "measured ms", "least to most", "PREDICTED ms", "error"
     );
     for row in &check.rows {
         text += &format!(
-            "{:<14}{:>8}  {:<40}{:>10}{:>14.1}{:>15.1}{:>+7.1} %\n",
+            "{:<14}{:>8}  {:<40}{:>10}{:>14.1}{:>18}{:>15.1}{:>+7.1} %\n",
             row.model,
             row.tokens,
             row.engines,
             row.wavefront,
             row.measured_ms,
+            format!("{:.1} to {:.1}", row.measured_range_ms[0], row.measured_range_ms[1]),
             row.predicted_ms,
             row.error() * 100.0
         );
@@ -330,13 +354,15 @@ struct Subject<'a> {
     observer: Observer,
     /// Prompts of one tile, engines off and on; and what they usually take.
     yardstick: Option<(usize, f64)>,
+    /// Runs that count although the machine changed its speed meanwhile.
+    unsteady: usize,
 }
 
 /// What was measured with engines placed in some way.
 struct Measured {
     plan: Plan,
-    /// Of [`Placements::runs`], milliseconds.
-    runs: Vec<f64>,
+    /// Of [`Placements::runs`], milliseconds of each round.
+    runs: Vec<Vec<f64>>,
     /// The longest prompt with one chunk in flight, and one of two tiles with two, if they were observed.
     observed_ms: Option<[f64; 2]>,
 }
@@ -379,7 +405,6 @@ impl Subject<'_> {
                 times.push(seen.ms * scale);
             }
         }
-        let runs = runs.iter().map(|times| report::median(times).expect("there is a round at least")).collect();
         let [alone, beside] = observed_ms.map(|times| report::median(&times));
         Ok(Measured { plan, runs, observed_ms: alone.zip(beside).map(|(alone, beside)| [alone, beside]) })
     }
@@ -392,7 +417,9 @@ impl Subject<'_> {
             attempt += 1;
             let seen = compute(runner, self.tile(), tokens, wavefront)?;
             let after = self.yardstick(runner)?;
-            if (after / before - 1.0).abs() <= STEADY || attempt == ATTEMPTS {
+            let is_steady = (after / before - 1.0).abs() <= STEADY;
+            if is_steady || attempt == ATTEMPTS {
+                self.unsteady += usize::from(!is_steady);
                 let (_, usual) = self.yardstick.expect("it was used just now");
                 return Ok((seen, usual / ((before + after) / 2.0)));
             }
@@ -421,11 +448,12 @@ impl Subject<'_> {
         let (mut alone, mut beside, mut took) = (Vec::new(), Vec::new(), [0.0; 2]);
         let mut runs = Vec::new();
         for (Placements { name, runs: asked, .. }, one) in PLACEMENTS.iter().zip(measured) {
-            runs.extend(asked.iter().zip(&one.runs).map(|((wavefront, with_half), ms)| MeasuredRun {
+            runs.extend(asked.iter().zip(&one.runs).map(|((wavefront, with_half), rounds_ms)| MeasuredRun {
                 engines: (*name).to_owned(),
                 tokens: self.tokens(*with_half),
                 wavefront: *wavefront,
-                ms: *ms,
+                ms: report::median(rounds_ms).expect("there is a round at least"),
+                rounds_ms: rounds_ms.clone(),
             }));
             let Some([alone_ms, beside_ms]) = one.observed_ms else { continue };
             alone.push(replay(self.model, &one.plan, self.tokens(true), 1));
