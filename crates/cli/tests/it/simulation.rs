@@ -91,6 +91,7 @@ fn nonsense_is_refused_by_name() {
     troika(&["sim", "--profile", "epyc-2vcpu", "--plan", "default"]).fails(1, &["epyc-2vcpu has no price of"]);
     troika(&["sim", "--prompt", "1000000000000"]).fails(1, &["a prompt has 2 to 1048576 tokens, not 1000000000000"]);
     troika(&["sim", "--prompt", "1048576", "--concurrency", "256"]).fails(1, &["steps of 2048", "2048 at most"]);
+    troika(&["sim", "--tile", "1000000000000"]).fails(1, &["a tile has 1 to 1048576 tokens"]);
     let negative = include_str!("../../../../profiles/epyc-2vcpu.toml").replacen("primary_ms = ", "primary_ms = -", 1);
     let negative = scratch.write("negative.toml", negative.as_bytes());
     troika(&["sim", "--profile", &negative]).fails(1, &["negative.toml", "primary_ms of", "0 at least"]);
