@@ -79,6 +79,12 @@ fn this_machine_is_a_profile_like_the_others() {
     assert_eq!((&hybrid["planned"], &hybrid["dispatched"]), (&108.into(), &108.into()));
     let rate = |arm: usize| record["arms"][arm]["prefill_tps"].as_f64().expect("a number");
     assert!(rate(2) > rate(1), "{record}");
+    // The tuner compares with the plan in the profile.
+    let scratch = Scratch::new();
+    let out = scratch.arg("tuning.json");
+    let modes = ["--tiles", "1", "--rounds", "3", "--modes", "overlap", "--out", &out];
+    let report = troika(&[&["tune", "--simulate", "epyc-2vcpu"][..], &modes].concat()).ok().stdout;
+    assert!(report.contains("the profile's plan"), "{report}");
     let nano =
         ["sim", "--profile", "epyc-2vcpu-nano", "--prompt", "769", "--what-if", "engine-rate=1,2", "--json", "-"];
     assert_eq!(troika(&nano).ok().json()["points"].as_array().map(Vec::len), Some(2));
