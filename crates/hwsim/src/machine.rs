@@ -476,8 +476,11 @@ impl Machine {
             let most = self.graph.max_tokens();
             return refuse(format!("a prompt has 2 to {most} tokens, not {}", run.prompt_tokens));
         }
-        if run.step == 0 || run.block == 0 {
-            return refuse("step and block have at least one token".to_owned());
+        let most = self.graph.max_tokens();
+        for (what, tokens) in [("step", run.step), ("block", run.block), ("tile", run.plan.tile)] {
+            if !(1..=most).contains(&tokens) {
+                return refuse(format!("a {what} has 1 to {most} tokens, like the longest prompt, not {tokens}"));
+            }
         }
         if !(1..=MAX_WAVEFRONT).contains(&run.wavefront) {
             return refuse(format!("1 to {MAX_WAVEFRONT} steps are in flight, not {}", run.wavefront));
@@ -489,7 +492,7 @@ impl Machine {
         let steps = run.concurrency * run.prompt_tokens / width;
         if steps > MAX_STEPS {
             return refuse(format!(
-                "{} prompts of {} tokens are {steps} steps of {width}, and {MAX_STEPS} at most are simulated",
+                "{} times {} tokens are {steps} steps of {width}, and {MAX_STEPS} at most are simulated",
                 run.concurrency, run.prompt_tokens
             ));
         }

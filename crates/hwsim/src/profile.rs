@@ -291,6 +291,9 @@ impl Profile {
         if let Some(chain) = self.chain.filter(|chain| chain.layers > MAX_LAYERS) {
             return Err(format!("chain.layers = {}: at most {MAX_LAYERS}", chain.layers));
         }
+        if self.tile > MAX_TILE {
+            return Err(format!("tile = {}: at most {MAX_TILE}", self.tile));
+        }
         if self.engines.instances > MAX_INSTANCES {
             return Err(format!("engines.instances = {}: at most {MAX_INSTANCES}", self.engines.instances));
         }
@@ -417,6 +420,8 @@ impl Profile {
 /// More than any machine has; keeps numbers of devices small.
 const MAX_INSTANCES: usize = 64;
 const MAX_LAYERS: usize = 1000;
+/// Rows of a tile: as many as the longest prompt of the models we know.
+const MAX_TILE: usize = 1 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -428,6 +433,12 @@ mod tests {
         let cases = [
             ("launch_ms = 0.033", "launch_ms = -1.0", "engines.launch_ms = -1"),
             ("instances = 2", "instances = 0", "engines.instances = 0"),
+            ("tile = 4096", "tile = 40960000", "tile = 40960000: at most"),
+            (
+                "[calls]",
+                "[slowdown]\nprimary = 0.5\nengines = 1.0\nsplit_primary = 1.0\nsplit_engines = 1.0\nbasis = \"fitted\"\n[calls]",
+                "slowdown.primary = 0.5",
+            ),
             ("ms = 56.0", "ms = nan", "ms of experts = NaN"),
             ("name = \"wo_b\"", "name = \"wo_a\"", "wo_a is there twice"),
             ("tflops = 19.5", "tflops = 0.0", "tflops of attend"),

@@ -410,17 +410,18 @@ mod tests {
     /// profile are as near to what was measured as those by the nodes.
     #[test]
     fn a_profile_predicts_this_machine_as_its_nodes_do() {
-        let mut all = Vec::new();
-        for model in ["nano", "mini", "flash-slice"] {
-            for [by_nodes, by_profile] in errors(model) {
-                assert!((by_profile - by_nodes).abs() < 0.03, "{model}: {by_profile:+.3} instead of {by_nodes:+.3}");
-                all.push(by_profile.abs());
-            }
-        }
-        all.sort_by(f64::total_cmp);
-        // One run has two outcomes (docs/simulator.md), and its median is of the rarer one.
-        let (median, last) = (all[all.len() / 2], all.len() - 1);
-        assert!(median < 0.05 && all[last - 1] < 0.12, "median {median:.3}, {all:.3?}");
+        let all: Vec<[f64; 2]> = ["nano", "mini", "flash-slice"].into_iter().flat_map(errors).collect();
+        let sorted = |of: &dyn Fn(&[f64; 2]) -> f64| {
+            let mut values: Vec<f64> = all.iter().map(of).collect();
+            values.sort_by(f64::total_cmp);
+            values
+        };
+        // All but the greatest: one run has two outcomes (docs/simulator.md).
+        let last = all.len() - 2;
+        let apart = sorted(&|[by_nodes, by_profile]| (by_profile - by_nodes).abs());
+        assert!(apart[last] < 0.03, "{apart:.3?}");
+        let off = sorted(&|[_, by_profile]| by_profile.abs());
+        assert!(off[off.len() / 2] < 0.05 && off[last] < 0.12, "{off:.3?}");
     }
 
     #[test]
