@@ -34,10 +34,16 @@ pub enum Projection {
     AttentionInput,
     /// The same in layers with an indexer, with its projections.
     AttentionInputSparse,
+    /// Their members, on machines that are handed each by itself.
+    WqA,
+    Wkv,
+    /// The compressor's pair.
+    Compressor,
+    IndexerCompressor,
 }
 
 impl Projection {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 12] = [
         Self::Query,
         Self::WoA,
         Self::WoB,
@@ -46,6 +52,10 @@ impl Projection {
         Self::Shared,
         Self::AttentionInput,
         Self::AttentionInputSparse,
+        Self::WqA,
+        Self::Wkv,
+        Self::Compressor,
+        Self::IndexerCompressor,
     ];
 
     pub fn name(self) -> &'static str {
@@ -58,6 +68,10 @@ impl Projection {
             Self::Shared => "shared",
             Self::AttentionInput => "attention_input",
             Self::AttentionInputSparse => "attention_input_sparse",
+            Self::WqA => "wq_a",
+            Self::Wkv => "wkv",
+            Self::Compressor => "compressor",
+            Self::IndexerCompressor => "indexer_compressor",
         }
     }
 
@@ -69,15 +83,19 @@ impl Projection {
         match &node.op {
             Op::GroupedLinear { .. } => Some(Self::WoA),
             Op::SharedExpert { .. } => Some(Self::Shared),
+            Op::Linear { weights } if node.kind == Kind::AttentionInput => {
+                let has_indexer = weights.iter().any(|weight| weight.key.role == Role::IndexerWeightsProj);
+                Some(if has_indexer { Self::AttentionInputSparse } else { Self::AttentionInput })
+            }
             Op::Linear { weights } => match weights[0].key.role {
                 Role::WqB => Some(Self::Query),
                 Role::WoB => Some(Self::WoB),
                 Role::SharedW1 => Some(Self::Mlp),
                 Role::SharedW2 => Some(Self::MlpDown),
-                Role::WqA if weights.iter().any(|w| w.key.role == Role::IndexerWeightsProj) => {
-                    Some(Self::AttentionInputSparse)
-                }
-                Role::WqA => Some(Self::AttentionInput),
+                Role::WqA => Some(Self::WqA),
+                Role::Wkv => Some(Self::Wkv),
+                Role::CompressorWkv => Some(Self::Compressor),
+                Role::IndexerCompressorWkv => Some(Self::IndexerCompressor),
                 _ => None,
             },
             _ => None,
@@ -118,7 +136,7 @@ pub(crate) fn chain(chain: &Chain, rows: usize) -> StepGraph {
         let (heads, head_dim, window, pattern) = (chain.heads, chain.head_dim, 0, AttentionPattern::Causal);
         let attend = Op::Attend { attention: Attention { heads, head_dim, window, ratio: 1, sink, pattern } };
         let nodes = [
-            (linear(Role::WqA, chain.inputs), Kind::WqA, chain.inputs),
+            (linear(Role::WqA, chain.inputs), Kind::AttentionInput, chain.inputs),
             (attend, Kind::Attention, chain.hidden),
             (linear(Role::SharedW1, chain.mlp), Kind::SharedExpert, chain.mlp),
             (Op::ConcatColumns, Kind::SharedExpert, chain.hidden),
@@ -146,13 +164,14 @@ pub(crate) fn operation_name(node: &Node) -> &'static str {
 fn stack_of(weight: &WeightRef) -> Option<Kind> {
     match weight.key.role {
         Role::WqB | Role::IndexerWqB => Some(Kind::WqB),
-        role => is_attention_input(role).then_some(Kind::WqA),
+        role => is_attention_input(role).then_some(Kind::AttentionInput),
     }
 }
 
-/// `graph` in the operations that were measured; `cut_shared` makes two of each shared expert.
-pub(crate) fn regroup(graph: &StepGraph, cut_shared: bool) -> StepGraph {
-    let graph = stack_products(graph, &stack_of);
+/// `graph` in the operations that were measured: what a layer's attention is given as one product if `stack_inputs`, and
+/// `cut_shared` makes two of each shared expert.
+pub(crate) fn regroup(graph: &StepGraph, stack_inputs: bool, cut_shared: bool) -> StepGraph {
+    let graph = stack_products(graph, &|weight| stack_of(weight).filter(|kind| stack_inputs || *kind == Kind::WqB));
     if !cut_shared {
         return graph;
     }

@@ -20,7 +20,8 @@
 //! ```
 //!
 //! `profile.rs` has the numbers, `price.rs` what a node costs by them, `form.rs` the graph in the operations that were
-//! measured, `world.rs` devices and clock, `machine.rs` the runs, `sweep.rs` many of them, `observed.rs` this machine as it was observed.
+//! measured, `world.rs` devices and clock, `machine.rs` the runs, `sweep.rs` many of them, `observed.rs` this machine as it was observed,
+//! `written.rs` the profile that comes of that.
 
 mod arithmetic;
 mod faults;
@@ -33,6 +34,7 @@ mod price;
 mod profile;
 mod sweep;
 mod world;
+mod written;
 
 pub use faults::Faults;
 pub use form::Projection;
@@ -40,11 +42,12 @@ pub use machine::{Arm, Computed, Machine, Run, STOCK_BLOCK, STOCK_STEP, Small};
 pub use observed::{Observed, Observer, Replay, SeenSpan, SeenStep};
 pub use plan::{LeftOut, Placement, PlanSpec};
 pub use prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind};
-pub use profile::{Basis, Checkpoint, Profile, ProjectionCost};
+pub use profile::{Basis, Checkpoint, Origin, Profile, ProjectionCost};
 pub use sweep::{Axis, Knob, Point, Sweep};
 // What is replayed.
 pub use troika_runtime::Plan;
 pub use world::Slowdown;
+pub use written::About;
 
 /// Why nothing was simulated.
 #[derive(Debug, thiserror::Error)]

@@ -10,6 +10,7 @@ use troika_device::state::{LayerShape, PoolShape};
 use troika_device::{Device, SequenceState, StateShape};
 use troika_graph::op::Compressor;
 use troika_graph::{Acceptance, Op, Scope, Segment, StatePart, StepGraph, StepRows, WeightRef, WeightSource};
+use troika_model::synth::Preset;
 use troika_model::{Emitter, ModelConfig, ModelFacts, StepSignature};
 use troika_runtime::plan::Lane as StepLane;
 use troika_runtime::{DeviceId, Executor, Plan, Priority, Step, Template};
@@ -23,6 +24,7 @@ use crate::faults::Faults;
 use crate::form::{Projection, chain, regroup};
 use crate::plan::{Built, LeftOut, Placement, PlanSpec, Shapes, build, pack_shapes};
 use crate::prediction::{DeviceUse, OperationRecord, Predicted, Prediction, RecordKind, SCHEMA};
+use crate::price::Totals;
 use crate::profile::{Chain, Checkpoint, Profile};
 use crate::world::{Machinery, Usage, World};
 
@@ -32,7 +34,7 @@ pub struct Machine {
     checkpoint: Checkpoint,
     model: String,
     graph: GraphSource,
-    /// Graphs by rows, and by whether shared experts are cut: emission takes longer than a run.
+    /// Emission takes longer than a run.
     graphs: Graphs,
 }
 
@@ -43,7 +45,24 @@ enum GraphSource {
     Chain(Chain),
 }
 
+/// What a graph depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Form {
+    rows: usize,
+    /// Of every layer that has a choice, not only where some row sees more than is chosen.
+    selects: bool,
+    /// What a layer's attention is given is one operation.
+    stacks_inputs: bool,
+    /// Shared experts are two operations.
+    cuts_shared: bool,
+}
+
 impl GraphSource {
+    fn of(config: ModelConfig) -> Self {
+        let facts = ModelFacts::expected(&config);
+        Self::Emitter(Box::new(Emitter::new(config, facts)))
+    }
+
     fn max_tokens(&self) -> usize {
         match self {
             Self::Emitter(emitter) => emitter.config().max_position_embeddings,
@@ -51,21 +70,29 @@ impl GraphSource {
         }
     }
 
-    fn step(&self, rows: usize, cut_shared: bool) -> StepGraph {
+    /// True if a step that sees so many tokens has to choose among them.
+    fn needs_selection(&self, context: usize) -> bool {
+        match self {
+            Self::Emitter(emitter) => emitter.needs_selection(context),
+            Self::Chain(_) => false,
+        }
+    }
+
+    fn step(&self, form: Form) -> StepGraph {
+        let Form { rows, selects: select, stacks_inputs, cuts_shared } = form;
         match self {
             Self::Emitter(emitter) => {
                 let (class, debug_blocks) = (NumericClass::Fast, None);
-                // The published runs select in every step.
                 let signature =
-                    StepSignature { rows, logit_rows: 0, select: true, class, draft_context: false, debug_blocks };
-                regroup(&emitter.trunk(&signature), cut_shared)
+                    StepSignature { rows, logit_rows: 0, select, class, draft_context: false, debug_blocks };
+                regroup(&emitter.trunk(&signature), stacks_inputs, cuts_shared)
             }
             Self::Chain(own) => chain(own, rows),
         }
     }
 }
 
-type Graphs = Arc<Mutex<BTreeMap<(usize, bool), Arc<StepGraph>>>>;
+type Graphs = Arc<Mutex<BTreeMap<Form, Arc<StepGraph>>>>;
 
 /// Which of the three that a benchmark compares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
@@ -142,41 +169,74 @@ pub const STOCK_BLOCK: usize = 256;
 /// More steps in flight than any server keeps.
 const MAX_WAVEFRONT: usize = 16;
 const MAX_CONCURRENCY: usize = 256;
+/// Steps of a run: some seconds.
+const MAX_STEPS: usize = 2048;
 
-/// Models that profiles may name, and their configurations.
-const MODELS: [(&str, &str); 1] = [("v4-flash-0731", include_str!("../../../models/configs/deepseek-v4-flash.json"))];
+/// Models that come along, and their configurations.
+const MODELS: [(&str, &str); 2] = [
+    ("v4-flash-0731", include_str!("../../../models/configs/deepseek-v4-flash.json")),
+    ("nano", include_str!("../../../models/nano/config.json")),
+];
+
+pub(crate) fn known_config(model: &str) -> Result<ModelConfig, SimError> {
+    let preset = Preset::ALL.into_iter().find(|preset| preset.name() == model);
+    let text = MODELS.iter().find(|(name, _)| *name == model).map(|(_, text)| *text);
+    let config = preset.map(Preset::config).or_else(|| text.map(ModelConfig::from_json)).ok_or_else(|| {
+        let known = format!("{}, and any other by its folder", Machine::models().join(", "));
+        SimError::UnknownName { what: "model", name: model.to_owned(), known }
+    })?;
+    config.map_err(|error| SimError::Malformed { origin: model.to_owned(), reason: error.to_string() })
+}
 
 impl Machine {
-    /// `profile` with a model of [`Self::models`], stored as `checkpoint`.
+    /// `profile` with the model that it has prices of, which is one of [`Self::models`] or a chain, stored as `checkpoint`.
+    ///
+    /// # Errors
+    ///
+    /// If model or checkpoint are unknown to the profile, or nobody knows what the model is made of.
+    pub fn new(profile: Profile, model: &str, checkpoint: &str) -> Result<Self, SimError> {
+        let graph = match profile.chain.filter(|_| profile.model == model) {
+            Some(chain) => Ok(GraphSource::Chain(chain)),
+            None => known_config(model).map(GraphSource::of),
+        };
+        // That it is another model than the profile's says more than that it is unknown.
+        match graph {
+            Err(unknown) if profile.model == model => Err(unknown),
+            graph => Self::with_graph(profile, model, checkpoint, graph.ok()),
+        }
+    }
+
+    /// The same of a model with this configuration.
     ///
     /// # Errors
     ///
     /// If model or checkpoint are unknown to the profile.
-    pub fn new(profile: Profile, model: &str, checkpoint: &str) -> Result<Self, SimError> {
-        let checkpoint = profile.checkpoint(checkpoint)?.clone();
-        if profile.model != model {
-            let (profile, priced) = (profile.name, profile.model);
-            return Err(SimError::OtherModel { profile, priced, model: model.to_owned() });
-        }
-        let graph = match (profile.chain, MODELS.iter().find(|(name, _)| *name == model)) {
-            (Some(chain), _) => GraphSource::Chain(chain),
-            (None, Some((_, text))) => {
-                let config = ModelConfig::from_json(text)
-                    .map_err(|error| SimError::Malformed { origin: model.to_owned(), reason: error.to_string() })?;
-                let facts = ModelFacts::expected(&config);
-                GraphSource::Emitter(Box::new(Emitter::new(config, facts)))
-            }
-            (None, None) => {
-                let (name, known) = (model.to_owned(), Self::models().join(", "));
-                return Err(SimError::UnknownName { what: "model", name, known });
-            }
-        };
-        Ok(Self { profile, checkpoint, model: model.to_owned(), graph, graphs: Graphs::default() })
+    pub fn with_config(profile: Profile, model: &str, checkpoint: &str, config: ModelConfig) -> Result<Self, SimError> {
+        Self::with_graph(profile, model, checkpoint, Some(GraphSource::of(config)))
     }
 
-    /// Names of the models that can be simulated.
+    /// Prices of one model say nothing about another.
+    fn with_graph(
+        profile: Profile,
+        model: &str,
+        checkpoint: &str,
+        graph: Option<GraphSource>,
+    ) -> Result<Self, SimError> {
+        match graph.filter(|_| profile.model == model) {
+            Some(graph) => {
+                let checkpoint = profile.checkpoint(checkpoint)?.clone();
+                Ok(Self { profile, checkpoint, model: model.to_owned(), graph, graphs: Graphs::default() })
+            }
+            None => {
+                let (profile, priced) = (profile.name, profile.model);
+                Err(SimError::OtherModel { profile, priced, model: model.to_owned() })
+            }
+        }
+    }
+
+    /// Names of the models that can be simulated without a folder: those that come along and those that `troika synth` makes up.
     pub fn models() -> Vec<&'static str> {
-        MODELS.iter().map(|(name, _)| *name).collect()
+        MODELS.iter().map(|(name, _)| *name).chain(Preset::ALL.map(Preset::name)).collect()
     }
 
     /// The same with engines that are so many times as fast.
@@ -377,7 +437,8 @@ impl Machine {
         }
         let geometry = self.geometry(run);
         let arithmetic = compute.map(|(_, cpu)| Arithmetic(Arc::clone(cpu)));
-        let machinery = Machinery::of_profile(&self.profile, &self.checkpoint);
+        let totals = Totals::of(&self.graph(self.profile.tile, cut_shared));
+        let machinery = Machinery::of_profile(&self.profile, &self.checkpoint, totals);
         let world = World::new(machinery, &run.faults, run.plan.blocking, arithmetic);
         let clock = {
             let world = Arc::clone(&world);
@@ -415,14 +476,25 @@ impl Machine {
             let most = self.graph.max_tokens();
             return refuse(format!("a prompt has 2 to {most} tokens, not {}", run.prompt_tokens));
         }
-        if run.step == 0 || run.block == 0 {
-            return refuse("step and block have at least one token".to_owned());
+        let most = self.graph.max_tokens();
+        for (what, tokens) in [("step", run.step), ("block", run.block), ("tile", run.plan.tile)] {
+            if !(1..=most).contains(&tokens) {
+                return refuse(format!("a {what} has 1 to {most} tokens, like the longest prompt, not {tokens}"));
+            }
         }
         if !(1..=MAX_WAVEFRONT).contains(&run.wavefront) {
             return refuse(format!("1 to {MAX_WAVEFRONT} steps are in flight, not {}", run.wavefront));
         }
         if !(1..=MAX_CONCURRENCY).contains(&run.concurrency) {
             return refuse(format!("1 to {MAX_CONCURRENCY} prompts at once, not {}", run.concurrency));
+        }
+        let width = self.geometry(run).step;
+        let steps = run.concurrency * run.prompt_tokens / width;
+        if steps > MAX_STEPS {
+            return refuse(format!(
+                "{} times {} tokens are {steps} steps of {width}, and {MAX_STEPS} at most are simulated",
+                run.concurrency, run.prompt_tokens
+            ));
         }
         if let Some((instance, factor)) = run.faults.slow_instance
             && (instance >= self.profile.engines.instances || !(factor > 0.0 && factor.is_finite()))
@@ -447,10 +519,15 @@ impl Machine {
         Geometry::resolve(&request, |_| true)
     }
 
-    fn graph(&self, rows: usize, cut_shared: bool) -> Arc<StepGraph> {
+    /// Of steps in which everything happens.
+    fn graph(&self, rows: usize, cuts_shared: bool) -> Arc<StepGraph> {
+        self.graph_of(rows, cuts_shared, true)
+    }
+
+    fn graph_of(&self, rows: usize, cuts_shared: bool, selects: bool) -> Arc<StepGraph> {
+        let form = Form { rows, selects, stacks_inputs: self.profile.stacks_inputs(), cuts_shared };
         let mut graphs = self.graphs.lock().unwrap_or_else(PoisonError::into_inner);
-        let emit = || Arc::new(self.graph.step(rows, cut_shared));
-        Arc::clone(graphs.entry((rows, cut_shared)).or_insert_with(emit))
+        Arc::clone(graphs.entry(form).or_insert_with(|| Arc::new(self.graph.step(form))))
     }
 }
 
@@ -461,7 +538,8 @@ struct Session<'a> {
     cut_shared: bool,
     world: &'a Arc<World>,
     executor: Executor,
-    templates: BTreeMap<usize, Arc<Template>>,
+    /// By rows, and by whether the step selects.
+    templates: BTreeMap<(usize, bool), Arc<Template>>,
     widths: BTreeMap<usize, u64>,
     narrowed_by: BTreeMap<&'static str, u64>,
     /// Of the prompt, if it is computed.
@@ -572,13 +650,15 @@ impl Session<'_> {
         }
         let width = rows.num_rows();
         *self.widths.entry(width).or_default() += 1;
-        let template = match self.templates.get(&width) {
+        let machine = self.machine;
+        let selects = machine.profile.calls.always_selects || machine.graph.needs_selection(rows.max_context());
+        let template = match self.templates.get(&(width, selects)) {
             Some(known) => Arc::clone(known),
             None => {
-                let graph = self.machine.graph(width, self.cut_shared);
+                let graph = machine.graph_of(width, self.cut_shared, selects);
                 let template = self.executor.template(StepGraph::clone(&graph), StepLane::Prefill);
                 self.world.price(template.graph())?;
-                self.templates.insert(width, Arc::clone(&template));
+                self.templates.insert((width, selects), Arc::clone(&template));
                 template
             }
         };
@@ -594,7 +674,7 @@ impl Session<'_> {
         let (class, debug_blocks) = (NumericClass::Fast, None);
         let signature =
             StepSignature { rows: 1, logit_rows: 1, select: true, class, draft_context: false, debug_blocks };
-        let graph = regroup(&emitter.trunk(&signature), self.cut_shared);
+        let graph = regroup(&emitter.trunk(&signature), self.machine.profile.stacks_inputs(), self.cut_shared);
         let logits = graph.tap(Scope::Model, "logits").expect("a step with logit rows taps them");
         let template = self.executor.template(graph, StepLane::Decode);
         self.world.price(template.graph())?;
@@ -625,7 +705,7 @@ impl Session<'_> {
             basis: machine.profile.basis(operation).expect("what was charged has a price"),
             primary_ms: Predicted(usage.device_ms[0]),
             engines_ms: Predicted(usage.device_ms[1..=instances].iter().sum()),
-            cpu_ms: Predicted(usage.device_ms[1 + instances..].iter().sum()),
+            cpu_ms: Predicted(usage.device_ms.get(1 + instances).copied().unwrap_or_default()),
             join_ms: Predicted(usage.join_ms),
         });
         let prefill_tokens = (run.prompt_tokens - 1) * run.concurrency;

@@ -304,7 +304,7 @@ fn between(points: impl Iterator<Item = (f64, f64)>, x: f64) -> Option<f64> {
 
 impl ObservedNode {
     /// Rows that were never observed are in proportion to the nearest number of rows that was.
-    fn whole_ms(&self, rows: usize, position: usize) -> Option<f64> {
+    pub(crate) fn whole_ms(&self, rows: usize, position: usize) -> Option<f64> {
         let nearest = self.primary.iter().map(|time| time.rows).min_by_key(|known| known.abs_diff(rows))?;
         let points = self.primary.iter().filter(|time| time.rows == nearest);
         let ms = between(points.map(|time| (time.position as f64, time.ms)), position as f64)?;
@@ -318,7 +318,7 @@ impl ObservedNode {
     }
 
     /// On the line through the least and the greatest share that were observed: an engine takes time for less than nothing, too.
-    fn engine_part_ms(&self, share: f64) -> Option<f64> {
+    pub(crate) fn engine_part_ms(&self, share: f64) -> Option<f64> {
         let (first, last) = (self.engine_parts.first()?, self.engine_parts.last()?);
         if last.share <= first.share {
             return Some(first.ms * share / first.share);

@@ -142,6 +142,9 @@ impl PlanSpec {
                 self.tile, engines.name
             ));
         }
+        for (projection, _) in self.placed() {
+            profile.projection(projection)?;
+        }
         for (projection, placement) in &self.place {
             let Placement::Split { engines, cpu } = *placement else { continue };
             if *projection == Projection::Shared {
@@ -358,7 +361,7 @@ struct Cut {
 
 impl Cutter<'_> {
     fn bank_limit(&self) -> u64 {
-        self.faults.bank_limit_bytes.unwrap_or(u64::MAX).min(self.profile.engines.bank_bytes)
+        self.faults.bank_limit_bytes.unwrap_or(u64::MAX).min(self.profile.limits().bank_bytes)
     }
 
     fn cut(

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use troika_device::Part;
 use troika_device::npu::Body;
 use troika_graph::op::AttentionPattern;
-use troika_graph::{Node, NodeId, Op, Segment, StepGraph, WeightRef};
+use troika_graph::{Node, NodeId, Op, Segment, StepGraph, WeightKey};
+use troika_runtime::plan::projection_key;
 
 use crate::SimError;
 use crate::form::{Projection, operation_name};
@@ -29,6 +30,9 @@ pub(crate) trait Prices: Send + Sync {
     fn join_ms(&self, node: NodeId, rows: usize) -> f64;
 }
 
+/// Less than this share of an operation is a part of a split one.
+const WHOLE: f64 = 0.999;
+
 /// Prices by a profile.
 #[derive(Debug)]
 pub(crate) struct ProfilePrices {
@@ -39,6 +43,8 @@ pub(crate) struct ProfilePrices {
     handover_ms: f64,
     sync_ms: f64,
     resumed_after: usize,
+    /// How many times as long parts of a split operation take, on the primary device and on engines.
+    split: [f64; 2],
 }
 
 #[derive(Debug)]
@@ -62,7 +68,7 @@ struct Price {
 
 /// Work that depends on how many rows of state a token sees.
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+pub(crate) struct Seen {
     /// Floating-point operations per visible row, milliseconds each.
     ms_per_row: f64,
     /// Rows of the window, 0 = none.
@@ -73,22 +79,60 @@ struct Seen {
     chosen: usize,
 }
 
+/// What the nodes of a step in which everything happens share among them.
+#[derive(Debug)]
+pub(crate) struct Totals {
+    layers: f64,
+    /// Weights of the nodes that times are added up for, by [`weight_of`].
+    weights: BTreeMap<&'static str, f64>,
+    /// Multiply-adds per row of each projection.
+    work: BTreeMap<WeightKey, f64>,
+}
+
+impl Totals {
+    /// Of a step that selects: others lack the nodes of the selection, and cost less by their price.
+    pub(crate) fn of(graph: &StepGraph) -> Self {
+        let layers = graph.nodes().iter().filter_map(layer_of).max().map_or(1, |last| last + 1).into();
+        let (mut weights, mut work) = (BTreeMap::new(), BTreeMap::new());
+        for node in graph.nodes() {
+            *weights.entry(name_of(node)).or_insert(0.0) += weight_of(graph, node);
+            work.extend(projection_key(&node.op).map(|key| (key, work_of(node))));
+        }
+        Self { layers, weights, work }
+    }
+
+    pub(crate) fn layers(&self) -> f64 {
+        self.layers
+    }
+
+    /// 0 if there is no such node.
+    pub(crate) fn weight(&self, name: &str) -> f64 {
+        self.weights.get(name).copied().unwrap_or_default()
+    }
+}
+
 impl ProfilePrices {
-    /// Prices every node.
+    /// Prices of the nodes of `graph`.
     ///
     /// # Errors
     ///
-    /// If the profile lacks an operation.
-    pub(crate) fn of(graph: &StepGraph, profile: &Profile, checkpoint: &Checkpoint) -> Result<Self, SimError> {
+    /// If the profile has no price of an operation.
+    pub(crate) fn of(
+        graph: &StepGraph,
+        totals: &Totals,
+        profile: &Profile,
+        checkpoint: &Checkpoint,
+    ) -> Result<Self, SimError> {
+        // Steps of decode have nodes of their own.
+        let own = Totals::of(graph);
         // Times are averages over the layers: of a kind, all nodes together cost so many times what the profile says.
-        let layers = graph.nodes().iter().filter_map(layer_of).max().map_or(1, |last| last + 1) as f64;
-        let mut weights: BTreeMap<&'static str, f64> = BTreeMap::new();
-        for node in graph.nodes() {
-            *weights.entry(name_of(node)).or_default() += weight_of(graph, node);
-        }
+        let scale_of = |node: &Node, name: &str| {
+            let all = totals.weights.get(name).or_else(|| own.weights.get(name)).expect("one of them has the node");
+            totals.layers * weight_of(graph, node) / all
+        };
         let nodes = graph.nodes().iter().map(|node| {
             let name = name_of(node);
-            let scale = layers * weight_of(graph, node) / weights[name];
+            let scale = scale_of(node, name);
             let extra = checkpoint.extra_ms.get(name).copied().unwrap_or(0.0);
             let price = match Projection::of(node) {
                 Some(projection) => {
@@ -101,7 +145,10 @@ impl ProfilePrices {
                         engine_ms: scale * cost.engine_ms,
                         cpu_ms: scale * cost.cpu_ms.unwrap_or_default(),
                         merge_ms: scale * cost.merge_ms,
-                        work: node.op.weights().iter().map(multiply_adds).sum(),
+                        work: projection_key(&node.op)
+                            .and_then(|key| totals.work.get(&key))
+                            .copied()
+                            .unwrap_or_default(),
                         seen: None,
                     }
                 }
@@ -130,6 +177,7 @@ impl ProfilePrices {
             handover_ms: profile.join.handover_ms,
             sync_ms: profile.join.sync_ms,
             resumed_after: profile.calls.resumed_after,
+            split: profile.slowdown.map_or([1.0; 2], |slowdown| [slowdown.split_primary, slowdown.split_engines]),
         })
     }
 
@@ -163,7 +211,9 @@ impl Prices for ProfilePrices {
 
     fn primary_part_ms(&self, node: NodeId, part: &Part) -> f64 {
         let price = self.price(node);
-        price.primary_ms * self.share(price, part) * part.rows.len() as f64 / self.tile
+        let share = self.share(price, part);
+        let slowdown = if share < WHOLE { self.split[0] } else { 1.0 };
+        slowdown * price.primary_ms * share * part.rows.len() as f64 / self.tile
     }
 
     fn cpu_part_ms(&self, node: NodeId, part: &Part) -> f64 {
@@ -174,7 +224,10 @@ impl Prices for ProfilePrices {
     fn engine_part_ms(&self, node: NodeId, part: &Part) -> f64 {
         let price = self.price(node);
         let tiles = part.procedure.tile as f64 / self.tile;
-        self.launch_ms + price.engine_ms * self.instances * self.share(price, part) * tiles
+        // Of what one instance would do if all of them had all of it.
+        let share = self.instances * self.share(price, part);
+        let slowdown = if share < WHOLE { self.split[1] } else { 1.0 };
+        self.launch_ms + slowdown * price.engine_ms * share * tiles
     }
 
     fn handover_ms(&self) -> f64 {
@@ -187,7 +240,7 @@ impl Prices for ProfilePrices {
 }
 
 impl Seen {
-    fn ms(&self, segment: &Segment) -> f64 {
+    pub(crate) fn ms(&self, segment: &Segment) -> f64 {
         let (first, last) = (segment.position + 1, segment.position + segment.rows);
         let mut rows = (segment.rows * self.chosen) as f64;
         if self.window > 0 {
@@ -208,7 +261,8 @@ fn blocks_up_to(last: usize, ratio: usize) -> f64 {
     (ratio * whole * whole.saturating_sub(1) / 2 + whole * (last + 1 - whole * ratio)) as f64
 }
 
-fn seen(graph: &StepGraph, node: &Node, tflops: f64) -> Option<Seen> {
+/// What of a node grows with the context, at a rate.
+pub(crate) fn seen(graph: &StepGraph, node: &Node, tflops: f64) -> Option<Seen> {
     let ms_per_flop = 1e-9 / tflops;
     match &node.op {
         Op::IndexTopk { indexer } => {
@@ -229,7 +283,8 @@ fn seen(graph: &StepGraph, node: &Node, tflops: f64) -> Option<Seen> {
     }
 }
 
-fn name_of(node: &Node) -> &'static str {
+/// What a node's price is called.
+pub(crate) fn name_of(node: &Node) -> &'static str {
     Projection::of(node).map_or_else(|| operation_name(node), Projection::name)
 }
 
@@ -240,18 +295,20 @@ fn layer_of(node: &Node) -> Option<u16> {
     }
 }
 
-fn multiply_adds(weight: &WeightRef) -> f64 {
-    (weight.rows * weight.cols) as f64
+/// Multiply-adds per row.
+fn work_of(node: &Node) -> f64 {
+    node.op.weights().iter().map(|weight| (weight.rows * weight.cols) as f64).sum()
 }
 
 /// How the time of a kind of node is distributed over its nodes.
 fn weight_of(graph: &StepGraph, node: &Node) -> f64 {
     match &node.op {
-        Op::Linear { .. } | Op::GroupedLinear { .. } | Op::SharedExpert { .. } => {
-            node.op.weights().iter().map(multiply_adds).sum()
-        }
+        Op::Linear { .. } | Op::GroupedLinear { .. } | Op::SharedExpert { .. } => work_of(node),
         Op::Experts { w1, .. } => w1.len() as f64,
-        _ => node.inputs.iter().chain(&node.outputs).map(|value| graph.value(*value).len() as f64).sum(),
+        _ => {
+            let numbers: usize = node.inputs.iter().chain(&node.outputs).map(|value| graph.value(*value).len()).sum();
+            numbers as f64 / graph.num_rows() as f64
+        }
     }
 }
 

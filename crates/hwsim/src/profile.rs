@@ -9,15 +9,18 @@ use troika_device::npu::Limits;
 
 use crate::SimError;
 use crate::form::Projection;
+use crate::plan::PlanSpec;
 
 /// The profiles that come along, by name.
-const EMBEDDED: [(&str, &str); 2] = [
+const EMBEDDED: [(&str, &str); 4] = [
     ("m3-ultra-512", include_str!("../../../profiles/m3-ultra-512.toml")),
     ("m3-ultra-27b", include_str!("../../../profiles/m3-ultra-27b.toml")),
+    ("epyc-2vcpu", include_str!("../../../profiles/epyc-2vcpu.toml")),
+    ("epyc-2vcpu-nano", include_str!("../../../profiles/epyc-2vcpu-nano.toml")),
 ];
 
 /// A machine.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
     pub name: String,
@@ -25,6 +28,8 @@ pub struct Profile {
     pub title: String,
     /// The model whose operations are priced.
     pub model: String,
+    /// Of one that was written from a run.
+    pub origin: Option<Origin>,
     /// Of a model that Troika does not run: what its layers are made of.
     pub chain: Option<Chain>,
     /// Rows of a tile that all times are for.
@@ -33,6 +38,9 @@ pub struct Profile {
     pub engines: Engines,
     pub cpu: Option<Cpu>,
     pub join: Join,
+    pub slowdown: Option<Slowdowns>,
+    /// What engines do unless somebody says otherwise; without it, the plan of the hybrid spec.
+    pub plan: Option<PlanSpec>,
     #[serde(rename = "projection")]
     pub projections: Vec<ProjectionCost>,
     pub calls: Calls,
@@ -42,8 +50,21 @@ pub struct Profile {
     pub checkpoints: Vec<Checkpoint>,
 }
 
+/// The run that a profile was written from.
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Origin {
+    /// Of the run, UTC.
+    pub date: String,
+    pub machine: String,
+    /// Of the program.
+    pub build: String,
+    /// Of weights and configuration.
+    pub model_digest: String,
+}
+
 /// A model that Troika has no graph of: what is known is the time of two operations in each layer, and of everything else.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Chain {
     pub layers: usize,
@@ -61,14 +82,14 @@ pub struct Chain {
 }
 
 /// The device that runs everything nobody else does.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Primary {
     pub name: String,
 }
 
 /// Neural engines, all alike.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Engines {
     /// Instances are called by it and their number.
@@ -80,12 +101,14 @@ pub struct Engines {
     pub tile_multiple: usize,
     pub channel_alignment: usize,
     pub input_alignment: usize,
-    /// Most bytes of programs that an instance maps.
-    pub bank_bytes: u64,
+    /// Most bytes of programs that an instance maps; as many as there are without it.
+    pub bank_bytes: Option<u64>,
+    /// Of `launch_ms`.
+    pub basis: Option<Basis>,
 }
 
 /// Ordinary cores beside them, for shares of split projections.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cpu {
     pub name: String,
@@ -93,13 +116,27 @@ pub struct Cpu {
 }
 
 /// What joining the parts of an operation costs the primary device, besides its merge.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Join {
     /// Until it is known that all parts are done.
     pub handover_ms: f64,
     /// Until the primary device runs at full speed again.
     pub sync_ms: f64,
+    pub basis: Option<Basis>,
+}
+
+/// How many times as long devices take that work side by side, 1 = as long as alone.
+#[derive(Clone, Copy, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Slowdowns {
+    /// The primary device while any engine works, and an engine while the primary device does.
+    pub primary: f64,
+    pub engines: f64,
+    /// The same of the parts of one split operation.
+    pub split_primary: f64,
+    pub split_engines: f64,
+    pub basis: Basis,
 }
 
 /// Where a number comes from.
@@ -115,7 +152,7 @@ pub enum Basis {
 }
 
 /// Milliseconds of one tile, averaged over the layers of the model.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProjectionCost {
     pub name: Projection,
@@ -131,16 +168,20 @@ pub struct ProjectionCost {
 }
 
 /// Fixed costs of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Calls {
     /// Steps that go on with a sequence of more tokens pay `resumed_ms`.
+    #[serde(default)]
     pub resumed_after: usize,
+    /// Steps choose the rows that attention sees even where they are no more than would be chosen.
+    #[serde(default)]
+    pub always_selects: bool,
 }
 
 /// An operation that the primary device alone does, by the name of [`troika_graph::Op::name`]; products that are no
 /// projection, by their kind.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct OperationCost {
     pub name: String,
@@ -153,25 +194,30 @@ pub struct OperationCost {
     #[serde(default)]
     pub call_ms: f64,
     /// Besides, for steps that go on with a long sequence.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "is_nought")]
     pub resumed_ms: f64,
     pub basis: Basis,
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for it")]
+fn is_nought(ms: &f64) -> bool {
+    *ms == 0.0
+}
+
 /// One way to store the model.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Checkpoint {
     pub name: String,
     pub formats: Formats,
     /// Milliseconds of a tile and layer on top, by operation or projection, on the primary device.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub extra_ms: BTreeMap<String, f64>,
     pub basis: Option<Basis>,
 }
 
 /// Formats of the projections.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Formats {
     /// Those of the official release.
@@ -245,6 +291,9 @@ impl Profile {
         if let Some(chain) = self.chain.filter(|chain| chain.layers > MAX_LAYERS) {
             return Err(format!("chain.layers = {}: at most {MAX_LAYERS}", chain.layers));
         }
+        if self.tile > MAX_TILE {
+            return Err(format!("tile = {}: at most {MAX_TILE}", self.tile));
+        }
         if self.engines.instances > MAX_INSTANCES {
             return Err(format!("engines.instances = {}: at most {MAX_INSTANCES}", self.engines.instances));
         }
@@ -273,6 +322,15 @@ impl Profile {
         }
         if let Some((key, value)) = times.iter().find(|(_, value)| !(*value >= 0.0 && value.is_finite())) {
             return Err(format!("{key} = {value}: a time is a number, 0 at least"));
+        }
+        if let Some(Slowdowns { primary, engines, split_primary, split_engines, .. }) = self.slowdown {
+            let beside = [("primary", primary), ("engines", engines)];
+            let factors =
+                beside.into_iter().chain([("split_primary", split_primary), ("split_engines", split_engines)]);
+            if let Some((key, value)) = factors.into_iter().find(|(_, factor)| !(*factor >= 1.0 && factor.is_finite()))
+            {
+                return Err(format!("slowdown.{key} = {value}: nobody is faster beside others, 1 at least"));
+            }
         }
         let names = self.projections.iter().map(|cost| cost.name.name());
         let mut names: Vec<&str> = names.chain(self.operations.iter().map(|cost| cost.name.as_str())).collect();
@@ -308,6 +366,11 @@ impl Profile {
         projection.or_else(|| self.operations.iter().find(|cost| cost.name == name).map(|cost| cost.basis))
     }
 
+    /// Whether what a layer's attention is given is one operation.
+    pub(crate) fn stacks_inputs(&self) -> bool {
+        self.projections.iter().all(|cost| cost.name != Projection::WqA)
+    }
+
     fn unpriced(&self, operation: &str) -> SimError {
         SimError::Unpriced { profile: self.name.clone(), operation: operation.to_owned() }
     }
@@ -327,6 +390,18 @@ impl Profile {
         })
     }
 
+    /// As a file, behind these lines of comment.
+    ///
+    /// # Errors
+    ///
+    /// If a number makes no sense.
+    pub fn to_toml(&self, comment: &str) -> Result<String, SimError> {
+        let malformed = |reason: String| SimError::Malformed { origin: self.name.clone(), reason };
+        self.check().map_err(malformed)?;
+        let text = toml::to_string(self).map_err(|error| malformed(error.to_string()))?;
+        Ok(comment.lines().map(|line| format!("# {line}\n")).collect::<String>() + &text)
+    }
+
     /// What a back end would say of these engines.
     pub fn limits(&self) -> Limits {
         let engines = &self.engines;
@@ -335,7 +410,7 @@ impl Profile {
             tile_multiple: engines.tile_multiple,
             channel_alignment: engines.channel_alignment,
             input_alignment: engines.input_alignment,
-            bank_bytes: engines.bank_bytes,
+            bank_bytes: engines.bank_bytes.unwrap_or(u64::MAX),
             instances: engines.instances,
             repeatable: true,
         }
@@ -345,6 +420,8 @@ impl Profile {
 /// More than any machine has; keeps numbers of devices small.
 const MAX_INSTANCES: usize = 64;
 const MAX_LAYERS: usize = 1000;
+/// Rows of a tile: as many as the longest prompt of the models we know.
+const MAX_TILE: usize = 1 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -356,6 +433,12 @@ mod tests {
         let cases = [
             ("launch_ms = 0.033", "launch_ms = -1.0", "engines.launch_ms = -1"),
             ("instances = 2", "instances = 0", "engines.instances = 0"),
+            ("tile = 4096", "tile = 40960000", "tile = 40960000: at most"),
+            (
+                "[calls]",
+                "[slowdown]\nprimary = 0.5\nengines = 1.0\nsplit_primary = 1.0\nsplit_engines = 1.0\nbasis = \"fitted\"\n[calls]",
+                "slowdown.primary = 0.5",
+            ),
             ("ms = 56.0", "ms = nan", "ms of experts = NaN"),
             ("name = \"wo_b\"", "name = \"wo_a\"", "wo_a is there twice"),
             ("tflops = 19.5", "tflops = 0.0", "tflops of attend"),

@@ -19,8 +19,8 @@ use troika_graph::{NodeId, StepGraph, WeightSource};
 use crate::SimError;
 use crate::arithmetic::Arithmetic;
 use crate::faults::{Faults, noise};
-use crate::price::{Prices, ProfilePrices};
-use crate::profile::{Checkpoint, Profile};
+use crate::price::{Prices, ProfilePrices, Totals};
+use crate::profile::{Checkpoint, Profile, Slowdowns};
 
 /// Number of the primary device.
 const PRIMARY: usize = 0;
@@ -70,16 +70,18 @@ impl Slowdown {
 }
 
 impl Machinery {
-    /// As a profile has it.
-    pub(crate) fn of_profile(profile: &Profile, checkpoint: &Checkpoint) -> Self {
+    /// As a profile has it; `totals` are of the model's steps.
+    pub(crate) fn of_profile(profile: &Profile, checkpoint: &Checkpoint, totals: Totals) -> Self {
         let (own, checkpoint) = (profile.clone(), checkpoint.clone());
         Self {
             title: profile.title.clone(),
             primary: profile.primary.name.clone(),
             engines: (0..profile.engines.instances).map(|i| format!("{}{i}", profile.engines.name)).collect(),
             cpu: profile.cpu.as_ref().map(|cpu| cpu.name.clone()),
-            slowdown: Slowdown::NONE,
-            price: Box::new(move |graph| Ok(Arc::new(ProfilePrices::of(graph, &own, &checkpoint)?))),
+            slowdown: profile
+                .slowdown
+                .map_or(Slowdown::NONE, |Slowdowns { primary, engines, .. }| Slowdown { primary, engines }),
+            price: Box::new(move |graph| Ok(Arc::new(ProfilePrices::of(graph, &totals, &own, &checkpoint)?))),
         }
     }
 

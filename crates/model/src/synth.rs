@@ -90,6 +90,15 @@ impl Preset {
         }
     }
 
+    /// The configuration of the model that is made up.
+    ///
+    /// # Errors
+    ///
+    /// If it is wrong.
+    pub fn config(self) -> Result<ModelConfig, ConfigError> {
+        ModelConfig::from_json(&self.config_json().to_string())
+    }
+
     fn config_json(self) -> Value {
         let c = self.sizes();
         let mut config: Value = serde_json::from_str(COMMON_CONFIG).expect("our own text");
@@ -237,8 +246,7 @@ pub fn synth(
     seed: u64,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Synthesized, SynthError> {
-    let config_json = preset.config_json();
-    let config = ModelConfig::from_json(&config_json.to_string()).map_err(SynthError::Config)?;
+    let (config_json, config) = (preset.config_json(), preset.config().map_err(SynthError::Config)?);
     let made_dir = prepare(out_dir)?;
     let create = |path: &Path| -> io::Result<Box<dyn Write>> { Ok(Box::new(File::create_new(path)?)) };
     let written = write_all(out_dir, &config, &config_json, seed, &create, progress);

@@ -11,6 +11,7 @@ use troika_hwsim::{
     Arm, Axis, Faults, Machine, Placement, PlanSpec, Prediction, Profile, Projection, Run, STOCK_BLOCK, STOCK_STEP,
     Sweep,
 };
+use troika_model::ModelConfig;
 
 use crate::model_source::ModelArgs;
 use crate::{builtin, report};
@@ -24,8 +25,9 @@ pub(crate) struct Args {
     /// The machine: the name of a profile that comes along, or a file (format: docs/simulator.md).
     #[arg(long, default_value = "m3-ultra-512", value_name = "NAME|FILE")]
     profile: String,
-    /// The model; without it, the one that the profile has prices of.
-    #[arg(long, value_name = "NAME")]
+    /// The model: a name, or a folder of which only config.json is read. Without it, the one that the profile has prices of, which
+    /// a folder must be called after.
+    #[arg(long, value_name = "NAME|DIR")]
     model: Option<String>,
     /// How the model is stored; without it, the profile's first.
     #[arg(long, value_name = "NAME")]
@@ -38,12 +40,12 @@ pub(crate) struct Args {
     #[arg(long, value_enum)]
     arm: Option<ArmArg>,
     /// What engines do: `default`, `published-2026-08` (with wo_a, and the primary device waiting for engines), `published-27b`,
-    /// `off` (nothing but what --place says) or a TOML file.
-    #[arg(long, default_value = "default", value_name = "NAME|FILE")]
-    plan: String,
+    /// `off` (nothing but what --place says) or a TOML file. Without it, the profile's own plan, or `default` if it has none.
+    #[arg(long, value_name = "NAME|FILE")]
+    plan: Option<String>,
     /// Where operations are done instead: `off`, `whole`, `split:ENGINES` or `split:ENGINES+CPU`, fractions of the output
     /// channels. Operations: query, wo_a, wo_b, mlp, mlp_down, shared (the latter two in one), attention_input,
-    /// attention_input_sparse.
+    /// attention_input_sparse; of machines that are handed these one by one, wq_a, wkv, compressor and indexer_compressor.
     #[arg(long, value_name = "OPERATION=PLACEMENT", value_delimiter = ',', value_parser = place)]
     place: Vec<(Projection, Placement)>,
     /// Rows of a tile; without it, the plan's.
@@ -134,15 +136,8 @@ struct Comparison {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
-    let profile = profile(&args.profile)?;
-    let model = args.model.clone().unwrap_or_else(|| profile.model.clone());
-    let checkpoint = match (&args.checkpoint, profile.checkpoints.first()) {
-        (Some(name), _) => name.clone(),
-        (None, Some(first)) => first.name.clone(),
-        (None, None) => bail!("profile {} has no checkpoint", profile.name),
-    };
-    let machine = Machine::new(profile, &model, &checkpoint)?;
-    let run = args.run()?;
+    let machine = machine(profile(&args.profile)?, args.model.as_deref(), args.checkpoint.as_deref())?;
+    let run = args.run(&machine)?;
     if !args.what_if.is_empty() {
         let [x, series @ ..] = &args.what_if[..] else { unreachable!("it is not empty") };
         if series.len() > 1 {
@@ -212,8 +207,23 @@ fn compute(args: &Args, machine: &Machine, run: &Run, model: &Path) -> Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
+/// The machine of a profile with its model, or one that is named, or in a folder; stored as named, or in the first way it knows.
+pub(super) fn machine(profile: Profile, model: Option<&str>, checkpoint: Option<&str>) -> Result<Machine> {
+    let first = || profile.checkpoints.first().map(|checkpoint| checkpoint.name.clone());
+    let checkpoint = checkpoint.map(str::to_owned).or_else(first);
+    let checkpoint = checkpoint.with_context(|| format!("profile {} has no checkpoint", profile.name))?;
+    let model = model.unwrap_or(&profile.model).to_owned();
+    if Machine::models().contains(&&*model) || !looks_like_a_place(&model) {
+        return Ok(Machine::new(profile, &model, &checkpoint)?);
+    }
+    let config = ModelConfig::read(&Path::new(&model).join("config.json"))?;
+    let full = Path::new(&model).canonicalize().with_context(|| format!("cannot read {model}"))?;
+    let name = full.file_name().with_context(|| format!("{model} has no name"))?.to_string_lossy();
+    Ok(Machine::with_config(profile, &name, &checkpoint, config)?)
+}
+
 pub(super) fn profile(name: &str) -> Result<Profile> {
-    if Profile::names().contains(&name) || !looks_like_a_file(name) {
+    if Profile::names().contains(&name) || !looks_like_a_place(name) {
         return Ok(Profile::named(name)?);
     }
     Ok(Profile::parse(&read(name)?, name)?)
@@ -223,15 +233,19 @@ fn read(path: &str) -> Result<String> {
     std::fs::read_to_string(path).with_context(|| format!("cannot read {path}"))
 }
 
-fn looks_like_a_file(name: &str) -> bool {
+fn looks_like_a_place(name: &str) -> bool {
     Path::new(name).exists() || name.contains(std::path::MAIN_SEPARATOR) || name.ends_with(".toml")
 }
 
 impl Args {
-    fn run(&self) -> Result<Run> {
-        let mut plan = match PlanSpec::NAMES.contains(&&*self.plan) || !looks_like_a_file(&self.plan) {
-            true => PlanSpec::named(&self.plan)?,
-            false => PlanSpec::parse(&read(&self.plan)?, &self.plan)?,
+    fn run(&self, machine: &Machine) -> Result<Run> {
+        let mut plan = match (&self.plan, &machine.profile().plan) {
+            (None, Some(own)) => own.clone(),
+            (None, None) => PlanSpec::named("default")?,
+            (Some(name), _) if PlanSpec::NAMES.contains(&&**name) || !looks_like_a_place(name) => {
+                PlanSpec::named(name)?
+            }
+            (Some(file), _) => PlanSpec::parse(&read(file)?, file)?,
         };
         plan.place.extend(self.place.iter().copied());
         plan.tile = self.tile.unwrap_or(plan.tile);

@@ -420,9 +420,16 @@ fn predictions_for_this_machine_stand_beside_its_times() {
     let seen: Value =
         serde_json::from_slice(&std::fs::read(scratch.path("profiles/model.json")).expect("written")).expect("JSON");
     assert_eq!((&seen["observed"]["model"], &seen["observed"]["tile"]), (&"model".into(), &64.into()));
-    // The same numbers come of the file alone.
-    let again = ["bench", "cross-check", "--model", &model, "--from", &profiles, "--json", "-"];
-    assert_eq!(troika(&again).ok().json(), record);
+    // The same numbers come of the file alone, and the machine's profile, which knows this model and no other.
+    let machine = scratch.arg("machine.toml");
+    let again = ["bench", "cross-check", "--model", &model, "--from", &profiles, "--write-profile", &machine];
+    assert_eq!(troika(&[&again[..], &["--json", "-"]].concat()).ok().json(), record);
+    let simulate = ["sim", "--profile", &machine, "--prompt", "129", "--step", "64", "--arm", "hybrid", "--json", "-"];
+    let prediction = troika(&[&simulate[..], &["--model", &model]].concat()).ok().json();
+    assert_eq!((&prediction["kind"], &prediction["model"]), (&"prediction".into(), &"model".into()));
+    assert_eq!((&prediction["profile"], &prediction["verdict"]), (&"machine".into(), &"engaged".into()));
+    troika(&simulate).fails(1, &["no model model", "by its folder"]);
+    troika(&[&again[..], &["--model", "nano"]].concat()).fails(1, &["--write-profile", "2 are named"]);
     let seen = &seen["observed"];
     // Three layers, two and a half tiles with engines off, and shared experts on the engine alone.
     let shared: Vec<&Value> =

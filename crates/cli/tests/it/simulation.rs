@@ -67,10 +67,41 @@ fn a_sweep_is_drawn() {
     assert!(svg.contains("PREDICTED") && svg.contains("engine-rate 2"));
 }
 
+/// The machine of our own figures, by its name or file, with its own plan; its model by name.
+#[test]
+fn this_machine_is_a_profile_like_the_others() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../profiles/epyc-2vcpu.toml");
+    let settings = ["--model", "flash-slice", "--prompt", "513", "--step", "128", "--wavefront", "2", "--json", "-"];
+    let record = troika(&[&["sim", "--profile", "epyc-2vcpu"][..], &settings].concat()).ok().json();
+    assert_eq!(troika(&[&["sim", "--profile", file][..], &settings].concat()).ok().json(), record);
+    // Four tiles of four layers with six operations, and the compressors of three.
+    let hybrid = &record["arms"][2];
+    assert_eq!((&hybrid["planned"], &hybrid["dispatched"]), (&108.into(), &108.into()));
+    let rate = |arm: usize| record["arms"][arm]["prefill_tps"].as_f64().expect("a number");
+    assert!(rate(2) > rate(1), "{record}");
+    // The tuner compares with the plan in the profile.
+    let scratch = Scratch::new();
+    let out = scratch.arg("tuning.json");
+    let modes = ["--tiles", "1", "--rounds", "3", "--modes", "overlap", "--out", &out];
+    let report = troika(&[&["tune", "--simulate", "epyc-2vcpu"][..], &modes].concat()).ok().stdout;
+    assert!(report.contains("the profile's plan"), "{report}");
+    let nano =
+        ["sim", "--profile", "epyc-2vcpu-nano", "--prompt", "769", "--what-if", "engine-rate=1,2", "--json", "-"];
+    assert_eq!(troika(&nano).ok().json()["points"].as_array().map(Vec::len), Some(2));
+}
+
 #[test]
 fn nonsense_is_refused_by_name() {
     let scratch = Scratch::new();
-    troika(&["sim", "--profile", "m4"]).fails(1, &["no profile m4", "m3-ultra-512"]);
+    troika(&["sim", "--profile", "m4"]).fails(1, &["no profile m4", "m3-ultra-512", "epyc-2vcpu"]);
+    troika(&["sim", "--profile", "epyc-2vcpu", "--plan", "default"]).fails(1, &["epyc-2vcpu has no price of"]);
+    troika(&["sim", "--prompt", "1000000000000"]).fails(1, &["a prompt has 2 to 1048576 tokens, not 1000000000000"]);
+    troika(&["sim", "--prompt", "1048576", "--concurrency", "256"]).fails(1, &["steps of 2048", "2048 at most"]);
+    troika(&["sim", "--tile", "1000000000000"]).fails(1, &["a tile has 1 to 1048576 tokens"]);
+    let negative = include_str!("../../../../profiles/epyc-2vcpu.toml").replacen("primary_ms = ", "primary_ms = -", 1);
+    let negative = scratch.write("negative.toml", negative.as_bytes());
+    troika(&["sim", "--profile", &negative]).fails(1, &["negative.toml", "primary_ms of", "0 at least"]);
+    troika(&["sim", "--model", "./nowhere"]).fails(1, &["./nowhere/config.json"]);
     troika(&["sim", "--model", "v5"]).fails(1, &["has the prices of v4-flash-0731, not of v5"]);
     troika(&["sim", "--checkpoint", "q4"]).fails(1, &["no checkpoint q4", "fp8"]);
     troika(&["sim", "--plan", "best"]).fails(1, &["no plan best", "published-2026-08"]);

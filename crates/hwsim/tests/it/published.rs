@@ -117,6 +117,7 @@ fn the_second_profile_as_far_as_its_data_allow() {
     let profile = Profile::named("m3-ultra-27b").expect("it comes along");
     let machine = Machine::new(profile, "qwen3.5-27b-chain", "oq4e").expect("known");
     let plan = PlanSpec::named("published-27b").expect("known");
+    assert_eq!(machine.profile().plan.as_ref(), Some(&plan));
     for (prompt, alone, with_engines) in [(4096, 445.2, None), (16384, 439.1, Some(517.0)), (32768, 408.9, Some(486.0))]
     {
         let run = |arm| Run::new(prompt, arm, plan.clone());

@@ -1,20 +1,21 @@
 //! `troika bench cross-check`: is the simulator right about this machine?
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use troika_base::NumericClass;
+use troika_bench::host::HostFacts;
 use troika_engine::{Chunk, Priority, Runner, RunnerOptions, Span, WantLogits};
 use troika_graph::{Acceptance, StepGraph};
-use troika_hwsim::{Observed, Observer, Plan, Predicted, Replay, SeenSpan, SeenStep};
+use troika_hwsim::{About, Observed, Observer, Origin, Plan, Predicted, Replay, SeenSpan, SeenStep};
 
 use crate::hybrid::HybridArgs;
-use crate::model_source::{ModelArgs, OpenModel};
+use crate::model_source::{ModelArgs, OpenModel, hex};
 use crate::{builtin, progress, report};
 
 /// Compare the simulator with this machine.
@@ -43,9 +44,12 @@ pub(crate) struct Args {
     /// How often everything is measured; medians count.
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
     rounds: u16,
-    /// Also write what was observed and measured of each model, the profile of this machine, as DIR/MODEL.json.
+    /// Also write what was observed and measured of each model as DIR/MODEL.json.
     #[arg(long, value_name = "DIR")]
     profiles: Option<PathBuf>,
+    /// Also write a profile of this machine with prices of the model, a TOML file that `troika sim --profile` takes. Of one model.
+    #[arg(long, value_name = "FILE")]
+    write_profile: Option<PathBuf>,
     /// Measure nothing: predict anew from what an earlier run with --profiles wrote there, on whatever machine.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["profiles", "tile", "tiles", "rounds", "threads"])]
     from: Option<PathBuf>,
@@ -121,6 +125,8 @@ struct Row {
     engines: String,
     wavefront: usize,
     measured_ms: f64,
+    /// Least and most of the rounds: some runs have two outcomes, since who comes first decides what is done beside what.
+    measured_range_ms: [f64; 2],
     predicted_ms: Predicted<f64>,
 }
 
@@ -135,6 +141,7 @@ impl Row {
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 struct Session {
+    origin: Origin,
     observed: Observed,
     measured: Vec<MeasuredRun>,
 }
@@ -147,6 +154,16 @@ struct MeasuredRun {
     tokens: usize,
     wavefront: usize,
     ms: f64,
+    /// Of each round, where they were kept; `ms` is their median.
+    #[serde(default)]
+    rounds_ms: Vec<f64>,
+}
+
+impl MeasuredRun {
+    fn range_ms(&self) -> [f64; 2] {
+        let rounds = || self.rounds_ms.iter().copied().chain([self.ms]);
+        [rounds().fold(f64::INFINITY, f64::min), rounds().fold(0.0, f64::max)]
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -158,6 +175,11 @@ struct CrossCheck {
 }
 
 pub(crate) fn run(args: &Args) -> Result<ExitCode> {
+    ensure!(
+        args.write_profile.is_none() || args.model.len() == 1,
+        "--write-profile: a profile has the prices of one model, and {} are named",
+        args.model.len()
+    );
     let mut steps = progress::Steps::new();
     let mut rows = Vec::new();
     for (done, dir) in args.model.iter().enumerate() {
@@ -171,9 +193,17 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         let (session, plans) = match &args.from {
             None => {
                 let observer = Observer::default();
-                let mut subject = Subject { args, model: &model, options, observer, yardstick: None };
+                let mut subject = Subject { args, model: &model, options, observer, yardstick: None, unsteady: 0 };
                 let measured = PLACEMENTS.iter().map(|placements| subject.measure(placements, &mut tell));
                 let measured: Vec<Measured> = measured.collect::<Result<_>>()?;
+                if subject.unsteady > 0 {
+                    let (model, runs) = (&model.name, subject.unsteady);
+                    tracing::warn!(
+                        model,
+                        runs,
+                        "the machine changed its speed meanwhile: have it do nothing else, and repeat"
+                    );
+                }
                 (subject.session(&measured)?, measured.into_iter().map(|measured| measured.plan).collect())
             }
             Some(dir) => {
@@ -193,12 +223,18 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
             report::write_json(&file(dir), &session)?;
         }
+        if let Some(file) = &args.write_profile {
+            report::write_whole(file, profile(args, &model, &session, file)?.as_bytes())?;
+        }
         let observed = Arc::new(session.observed);
-        for MeasuredRun { engines, tokens, wavefront, ms } in session.measured {
+        for run in session.measured {
+            let measured_range_ms = run.range_ms();
+            let MeasuredRun { engines, tokens, wavefront, ms, .. } = run;
             let place = PLACEMENTS.iter().position(|placements| placements.name == engines);
             let plan = &plans[place.with_context(|| format!("{}: nobody places engines so: {engines}", model.name))?];
             let predicted_ms = replay(&model, plan, tokens, wavefront).predict(&observed)?;
-            rows.push(Row { model: model.name.clone(), tokens, engines, wavefront, measured_ms: ms, predicted_ms });
+            let model = model.name.clone();
+            rows.push(Row { model, tokens, engines, wavefront, measured_ms: ms, measured_range_ms, predicted_ms });
         }
     }
     steps.end();
@@ -219,17 +255,18 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 fn table(check: &CrossCheck) -> String {
     let mut text = "PREDICTED by the simulator from times of single nodes, beside what was measured\n\n".to_owned();
     text += &format!(
-        "{:<14}{:>8}  {:<40}{:>10}{:>14}{:>15}{:>9}\n",
-        "model", "tokens", "on the engine", "in flight", "measured ms", "PREDICTED ms", "error"
+        "{:<14}{:>8}  {:<40}{:>10}{:>14}{:>18}{:>15}{:>9}\n",
+        "model", "tokens", "on the engine", "in flight", "measured ms", "least to most", "PREDICTED ms", "error"
     );
     for row in &check.rows {
         text += &format!(
-            "{:<14}{:>8}  {:<40}{:>10}{:>14.1}{:>15.1}{:>+7.1} %\n",
+            "{:<14}{:>8}  {:<40}{:>10}{:>14.1}{:>18}{:>15.1}{:>+7.1} %\n",
             row.model,
             row.tokens,
             row.engines,
             row.wavefront,
             row.measured_ms,
+            format!("{:.1} to {:.1}", row.measured_range_ms[0], row.measured_range_ms[1]),
             row.predicted_ms,
             row.error() * 100.0
         );
@@ -317,13 +354,15 @@ struct Subject<'a> {
     observer: Observer,
     /// Prompts of one tile, engines off and on; and what they usually take.
     yardstick: Option<(usize, f64)>,
+    /// Runs that count although the machine changed its speed meanwhile.
+    unsteady: usize,
 }
 
 /// What was measured with engines placed in some way.
 struct Measured {
     plan: Plan,
-    /// Of [`Placements::runs`], milliseconds.
-    runs: Vec<f64>,
+    /// Of [`Placements::runs`], milliseconds of each round.
+    runs: Vec<Vec<f64>>,
     /// The longest prompt with one chunk in flight, and one of two tiles with two, if they were observed.
     observed_ms: Option<[f64; 2]>,
 }
@@ -366,7 +405,6 @@ impl Subject<'_> {
                 times.push(seen.ms * scale);
             }
         }
-        let runs = runs.iter().map(|times| report::median(times).expect("there is a round at least")).collect();
         let [alone, beside] = observed_ms.map(|times| report::median(&times));
         Ok(Measured { plan, runs, observed_ms: alone.zip(beside).map(|(alone, beside)| [alone, beside]) })
     }
@@ -379,7 +417,9 @@ impl Subject<'_> {
             attempt += 1;
             let seen = compute(runner, self.tile(), tokens, wavefront)?;
             let after = self.yardstick(runner)?;
-            if (after / before - 1.0).abs() <= STEADY || attempt == ATTEMPTS {
+            let is_steady = (after / before - 1.0).abs() <= STEADY;
+            if is_steady || attempt == ATTEMPTS {
+                self.unsteady += usize::from(!is_steady);
                 let (_, usual) = self.yardstick.expect("it was used just now");
                 return Ok((seen, usual / ((before + after) / 2.0)));
             }
@@ -408,11 +448,12 @@ impl Subject<'_> {
         let (mut alone, mut beside, mut took) = (Vec::new(), Vec::new(), [0.0; 2]);
         let mut runs = Vec::new();
         for (Placements { name, runs: asked, .. }, one) in PLACEMENTS.iter().zip(measured) {
-            runs.extend(asked.iter().zip(&one.runs).map(|((wavefront, with_half), ms)| MeasuredRun {
+            runs.extend(asked.iter().zip(&one.runs).map(|((wavefront, with_half), rounds_ms)| MeasuredRun {
                 engines: (*name).to_owned(),
                 tokens: self.tokens(*with_half),
                 wavefront: *wavefront,
-                ms: *ms,
+                ms: report::median(rounds_ms).expect("there is a round at least"),
+                rounds_ms: rounds_ms.clone(),
             }));
             let Some([alone_ms, beside_ms]) = one.observed_ms else { continue };
             alone.push(replay(self.model, &one.plan, self.tokens(true), 1));
@@ -420,8 +461,56 @@ impl Subject<'_> {
             took = [took[0] + alone_ms, took[1] + beside_ms];
         }
         let observed = self.observer.observed(&self.model.name, self.tile());
-        Ok(Session { observed: observed.fitted((&alone, took[0]), (&beside, took[1]))?, measured: runs })
+        let observed = observed.fitted((&alone, took[0]), (&beside, took[1]))?;
+        Ok(Session { origin: self.origin()?, observed, measured: runs })
     }
+
+    fn origin(&self) -> Result<Origin> {
+        let HostFacts { os, arch, cpu, cores, .. } = HostFacts::new();
+        let cpu = cpu.map_or_else(String::new, |cpu| format!("{cpu}, "));
+        Ok(Origin {
+            date: today()?,
+            machine: format!("{cpu}{cores} cores, {os} {arch}; {} thread beside {}", self.args.threads, self.args.npu),
+            build: format!("troika {}", env!("CARGO_PKG_VERSION")),
+            model_digest: hex(&self.model.digests()?[0]),
+        })
+    }
+}
+
+/// UTC, as `2026-11-30`.
+fn today() -> Result<String> {
+    let days = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs() / 86_400;
+    // Years begin in March here, so that the day too many is their last (H. Hinnant, days_from_civil).
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    Ok(format!("{year}-{month:02}-{day:02}"))
+}
+
+/// What was observed, as a profile for `troika sim`.
+fn profile(args: &Args, model: &OpenModel, session: &Session, file: &Path) -> Result<String> {
+    let wish = HybridArgs::of(&args.npu, session.observed.tile, 0, &BTreeMap::new())?.wish()?.engines()?;
+    let name = file.file_stem().context("--write-profile: not the name of a file")?.to_string_lossy().into_owned();
+    let Origin { machine, date, .. } = &session.origin;
+    let comment = format!(
+        "Written by `troika bench cross-check --model {} --write-profile`, from a run of {date}: how, and what each field means, is in \
+         docs/simulator.md.",
+        model.name
+    );
+    let about = About {
+        name,
+        title: machine.clone(),
+        origin: session.origin.clone(),
+        primary: "cpu".to_owned(),
+        engine: wish.backend.name().to_owned(),
+        limits: wish.backend.limits().clone(),
+    };
+    Ok(session.observed.profile(&model.config.model, model.facts(), about)?.to_toml(&comment)?)
 }
 
 fn replay<'a>(model: &'a OpenModel, plan: &'a Plan, tokens: usize, wavefront: usize) -> Replay<'a> {

@@ -45,9 +45,10 @@ pub(crate) struct Args {
         conflicts_with_all = ["model", "npu", "threads", "tile", "chunk", "plan_dir", "calibrate", "yes"]
     )]
     simulate: Option<String>,
-    /// Plan that a simulated machine's are compared with, named as in `troika sim --plan`.
-    #[arg(long, value_name = "NAME", default_value = "published-2026-08", requires = "simulate")]
-    reference: String,
+    /// Plan that a simulated machine's are compared with, named as in `troika sim --plan`. Without it, the plan in the profile, or
+    /// `published-2026-08` if it has none.
+    #[arg(long, value_name = "NAME", requires = "simulate")]
+    reference: Option<String>,
     /// Threads of the primary device; 0 = every core, or, with engines that are made of cores, those that they leave.
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1024))]
     threads: u16,
@@ -153,9 +154,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
 
 fn simulate(args: &Args, profile: &str, tell: &mut dyn FnMut(&Progress)) -> Result<TuningFile> {
     let machine = simulated::machine(profile)?;
-    let reference = PlanSpec::named(&args.reference)?;
+    let (name, reference) = match (&args.reference, &machine.profile().plan) {
+        (Some(name), _) => (name.as_str(), PlanSpec::named(name)?),
+        (None, Some(own)) => ("the profile's plan", own.clone()),
+        (None, None) => ("published-2026-08", PlanSpec::named("published-2026-08")?),
+    };
     let options = args.search.options(reference.tile, None)?;
-    simulated::tune(machine, reference, &args.reference, &options, tell)
+    simulated::tune(machine, reference, name, &options, tell)
 }
 
 fn finish(file: &TuningFile, output: &OutputArgs) -> Result<ExitCode> {

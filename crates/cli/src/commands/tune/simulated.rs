@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::Result;
 use troika_bench::BenchError;
 use troika_bench::tune::file::{Key, Source, TuningFile};
 use troika_bench::tune::search::{Options, Progress, Reference, tune as search};
@@ -185,11 +185,7 @@ fn of_sim(placement: SimPlacement) -> Placement {
 
 /// The machine that a profile describes, with its model and the first way in which it is stored.
 pub(super) fn machine(profile: &str) -> Result<Machine> {
-    let profile = crate::commands::sim::profile(profile)?;
-    let checkpoint =
-        profile.checkpoints.first().with_context(|| format!("profile {} has no checkpoint", profile.name))?;
-    let (model, checkpoint) = (profile.model.clone(), checkpoint.name.clone());
-    Machine::new(profile, &model, &checkpoint).map_err(|error| anyhow!(error))
+    crate::commands::sim::machine(crate::commands::sim::profile(profile)?, None, None)
 }
 
 #[cfg(test)]
