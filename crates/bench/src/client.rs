@@ -93,23 +93,6 @@ impl Client {
         Self { agent: config.new_agent(), base: format!("http://{address}") }
     }
 
-    /// # Errors
-    ///
-    /// If the server does not answer in time.
-    pub fn wait_until_healthy(&self, patience: Duration) -> Result<(), BenchError> {
-        let started = Instant::now();
-        loop {
-            let error = match self.get("/health") {
-                Ok(_) => return Ok(()),
-                Err(error) => error,
-            };
-            if started.elapsed() > patience {
-                return Err(error);
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-
     /// A JSON document of the server's.
     ///
     /// # Errors

@@ -171,7 +171,16 @@ impl Server {
             }
         };
         let mut server = Self { process, pid, client: Client::new(&address), load_s: 0.0, args, log };
-        server.client.wait_until_healthy(launch.patience).map_err(|error| server.blame(error))?;
+        // It listens, and may still end before it answers.
+        while let Err(error) = server.client.get("/health") {
+            if stop.load(Ordering::Relaxed) {
+                return Err(BenchError::Interrupted);
+            }
+            if server.ended().is_some() || started.elapsed() >= launch.patience {
+                return Err(server.blame(error));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
         server.load_s = started.elapsed().as_secs_f64();
         Ok(server)
     }
@@ -227,12 +236,13 @@ fn follow(mut log: impl BufRead, kept: &Mutex<Log>, found: &Sender<String>) {
     while log.read_until(b'\n', &mut bytes).is_ok_and(|read| read > 0) {
         let line = String::from_utf8_lossy(&bytes).trim_end().to_owned();
         bytes.clear();
-        if let Some((_, rest)) = line.split_once("serving http://") {
-            let address = rest.split_whitespace().next().unwrap_or_default();
-            // Nobody waits any more if the start was given up.
-            let _ = found.send(address.to_owned());
-        }
+        let rest = line.split_once("serving http://").map(|(_, rest)| rest);
+        let address = rest.map(|rest| rest.split_whitespace().next().unwrap_or_default().to_owned());
         lock(kept).push(line);
+        if let Some(address) = address {
+            // Nobody waits any more if the start was given up.
+            let _ = found.send(address);
+        }
     }
 }
 
@@ -255,6 +265,25 @@ impl Log {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// One that ends after it has said where it listens is not waited for.
+    #[test]
+    #[cfg(unix)]
+    fn a_server_that_ends_before_it_answers_is_named() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().expect("a folder");
+        let program = folder.path().join("server");
+        // Nobody listens at port 9.
+        std::fs::write(&program, "#!/bin/sh\necho 'serving http://127.0.0.1:9 now' >&2\nexit 3\n").expect("written");
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o700)).expect("it is ours");
+        let patience = Duration::from_secs(3600);
+        let launch = Launch { program, args: vec!["--it".to_owned()], with_cache_dir: true, patience };
+        let Err(BenchError::Server { args, why, log }) = Server::start(&launch, &AtomicBool::new(false)) else {
+            panic!("it does not run");
+        };
+        assert_eq!((args.as_str(), log.as_str()), ("--it", "\n  serving http://127.0.0.1:9 now"));
+        assert!(why.starts_with("ended with exit status: 3 while it was asked"), "{why}");
+    }
 
     #[test]
     fn a_warning_is_kept_however_much_is_logged_after_it() {
