@@ -27,13 +27,13 @@ impl Comparison {
         let head = ["model", "prompt", "arm", "tokens of the", "first", "second", "second over first"];
         let mut comparison =
             Self { rows: vec![head.map(str::to_owned).to_vec()], notes: notes(first, second), any_slower: false };
-        if first.settings.regime == second.settings.regime {
-            pairs(first, second).for_each(|(experiment, other)| comparison.experiment(experiment, other));
-        }
+        let (tokens, others) = (first.settings.generate, second.settings.generate);
         // Answers of other lengths are at other positions.
-        if first.settings.generate != second.settings.generate {
-            let (tokens, others) = (first.settings.generate, second.settings.generate);
-            comparison.rows.retain(|row| row[3] != ANSWER);
+        let rates: &[&str] = if tokens == others { &[PROMPT, ANSWER] } else { &[PROMPT] };
+        if first.settings.regime == second.settings.regime {
+            pairs(first, second).for_each(|(experiment, other)| comparison.experiment(experiment, other, rates));
+        }
+        if tokens != others {
             comparison.notes.push(format!("Answers of {tokens} against {others} tokens: left out."));
         }
         if comparison.is_empty() {
@@ -42,7 +42,7 @@ impl Comparison {
         comparison
     }
 
-    fn experiment(&mut self, experiment: &Experiment, other: &Experiment) {
+    fn experiment(&mut self, experiment: &Experiment, other: &Experiment, wanted: &[&str]) {
         let (model, with) = (&experiment.model, &other.model);
         if model.class != with.class {
             self.notes.push(format!("{}: class {} against {}, left out.", model.name, model.class, with.class));
@@ -66,12 +66,12 @@ impl Comparison {
         }
         for cell in &experiment.cells {
             if let Some(twin) = other.cells.iter().find(|twin| twin.length == cell.length) {
-                self.cell(&model.name, cell, twin);
+                self.cell(&model.name, cell, twin, wanted);
             }
         }
     }
 
-    fn cell(&mut self, model: &str, cell: &Cell, other: &Cell) {
+    fn cell(&mut self, model: &str, cell: &Cell, other: &Cell, wanted: &[&str]) {
         let length = length(cell);
         if cell.ids_sha256 != other.ids_sha256 {
             self.notes.push(format!(
@@ -94,8 +94,12 @@ impl Comparison {
                 (PROMPT, arm.prefill_rates(), same.prefill_rates(), arm.prefill_tps, same.prefill_tps),
                 (ANSWER, decode(arm), decode(same), arm.decode_tps, same.decode_tps),
             ];
-            for (what, of, others, tps, other_tps) in rates {
+            for (what, of, others, tps, other_tps) in rates.into_iter().filter(|(what, ..)| wanted.contains(what)) {
                 if [&of, &others].iter().any(|rates| rates.contains(&0.0)) {
+                    let letter = arm.arm.letter();
+                    self.notes.push(format!(
+                        "{model}, {length}, arm {letter}: a sample has no rate of the {what}, left out."
+                    ));
                     continue;
                 }
                 let difference = Difference::of(&others, &of);

@@ -100,7 +100,9 @@ pub fn run(setup: &Setup, stop: &AtomicBool, tell: &mut dyn FnMut(&Progress)) ->
         let mut experiment = under_way.into_experiment();
         // Without the drafter comes first, if it comes at all.
         match (&plain, record.experiments.last()) {
-            (Some(plain), Some(without)) if subject.drafter && without.model == experiment.model => {
+            (Some(plain), Some(without))
+                if subject.drafter && !without.drafter && without.model == experiment.model =>
+            {
                 drafts::compare(&mut experiment, &texts, without, plain);
             }
             _ => plain = Some(texts),

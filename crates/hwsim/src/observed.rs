@@ -39,6 +39,46 @@ pub struct Observed {
     pub nodes: Vec<ObservedNode>,
 }
 
+/// Most rows and the farthest position that are believed: that of the longest context.
+const MAX_TOKENS: usize = 1 << 20;
+
+impl Observed {
+    /// Fails if a number cannot be of a run: a record comes from a file.
+    ///
+    /// # Errors
+    ///
+    /// [`SimError::Malformed`], with what it is.
+    pub fn check(&self) -> Result<(), SimError> {
+        let malformed = |reason: String| {
+            Err(SimError::Malformed { origin: format!("what was observed of {}", self.model), reason })
+        };
+        if !(1..=MAX_TOKENS).contains(&self.tile) {
+            return malformed(format!("tile is {}", self.tile));
+        }
+        let Slowdown { primary, engines } = self.slowdown;
+        if [primary, engines].iter().any(|factor| !(1.0..1e3).contains(factor)) {
+            return malformed(format!("slowdown is {primary} and {engines}"));
+        }
+        let is_time = |ms: f64| (0.0..1e9).contains(&ms);
+        if ![self.step_ms, self.handover_ms, self.sync_ms].into_iter().all(is_time) {
+            return malformed("step_ms, handover_ms or sync_ms is no time".to_owned());
+        }
+        for ObservedNode { key, primary, primary_parts, engine_parts } in &self.nodes {
+            let whole = primary
+                .iter()
+                .all(|time| is_time(time.ms) && (1..=MAX_TOKENS).contains(&time.rows) && time.position <= MAX_TOKENS);
+            let mut parts = primary_parts.iter().chain(engine_parts);
+            if !whole || !parts.all(|time| is_time(time.ms) && time.share > 0.0 && time.share <= 1.0) {
+                return malformed(format!(
+                    "{} {} has a time, rows, a position or a share that cannot be",
+                    key.kind, key.op
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A node of the model's steps.
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -514,6 +554,31 @@ fn signature(rows: usize, select: bool) -> StepSignature {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_that_cannot_be_are_refused() {
+        let time = WholeTime { rows: 64, position: 0, ms: 1.0 };
+        let key = NodeKey { layer: None, kind: "head".to_owned(), op: "linear".to_owned(), nth: 0 };
+        let node = ObservedNode { key, primary: vec![time], primary_parts: Vec::new(), engine_parts: Vec::new() };
+        let slowdown = Slowdown { primary: 1.0, engines: 1.0 };
+        let (model, nodes) = ("made up".to_owned(), vec![node]);
+        let observed = Observed { model, tile: 64, step_ms: 0.0, handover_ms: 0.0, sync_ms: 0.0, slowdown, nodes };
+        assert!(observed.check().is_ok());
+        let changes: [&dyn Fn(&mut Observed); 6] = [
+            &|observed| observed.tile = 0,
+            &|observed| observed.step_ms = -1.0,
+            &|observed| observed.slowdown.engines = f64::NAN,
+            &|observed| observed.nodes[0].primary[0].position = usize::MAX,
+            &|observed| observed.nodes[0].primary[0].ms = f64::INFINITY,
+            &|observed| observed.nodes[0].engine_parts.push(PartTime { share: 0.0, ms: 1.0 }),
+        ];
+        for change in changes {
+            let mut broken = observed.clone();
+            change(&mut broken);
+            let error = broken.check().expect_err("it cannot be").to_string();
+            assert!(error.starts_with("what was observed of made up: "), "{error}");
+        }
+    }
     use crate::form::Projection;
     use crate::plan::{Built, Placement, PlanSpec, Shapes, build, pack_shapes};
     use crate::profile::{Formats, Profile};

@@ -45,6 +45,8 @@ pub(super) enum Skip {
     Measuring,
     /// Drafts have cost more time than they saved.
     Unprofitable,
+    /// Beside prompts, where a step's time says nothing: only drafts that have paid before.
+    Prompts,
     /// The drafter was not sure even of the first.
     Unsure,
 }
@@ -58,6 +60,7 @@ impl Skip {
             Self::Memory => "memory",
             Self::Measuring => "measuring",
             Self::Unprofitable => "unprofitable",
+            Self::Prompts => "prompts",
             Self::Unsure => "unsure",
         }
     }
@@ -112,14 +115,22 @@ pub(super) struct Drafting {
     rest: u32,
     /// Trials in a row that did not pay.
     failed: u32,
+    /// The last trial paid.
+    pays: bool,
 }
 
 impl Drafting {
+    /// Whether steps go without drafts for a while.
+    pub(super) fn is_resting(&self) -> bool {
+        self.rest > 0
+    }
+
     /// Why the next step of so many sequences is to have no drafts, if it is not.
-    pub(super) fn bars(&self, sequences: usize) -> Option<Skip> {
+    pub(super) fn bars(&self, sequences: usize, is_beside_prompts: bool) -> Option<Skip> {
         match sequences.checked_sub(1).and_then(|index| self.prices.get(index)) {
             None => Some(Skip::Batch),
-            Some(_) if self.rest > 0 => Some(Skip::Unprofitable),
+            Some(_) if self.is_resting() => Some(Skip::Unprofitable),
+            Some(_) if is_beside_prompts && !self.pays => Some(Skip::Prompts),
             Some(Price { plain_us, since_plain }) => {
                 (plain_us.len() < PLAIN_STEPS || *since_plain >= REMEASURE).then_some(Skip::Measuring)
             }
@@ -150,7 +161,8 @@ impl Drafting {
         if self.steps < TRIAL && !is_hopeless {
             return;
         }
-        if self.brought < self.needed {
+        self.pays = self.brought >= self.needed;
+        if !self.pays {
             self.rest = (RESTS[0] << self.failed.min(16)).min(RESTS[1]);
             self.failed += 1;
         } else {
@@ -181,36 +193,36 @@ mod tests {
     fn measured() -> Drafting {
         let mut drafting = Drafting::default();
         for us in [5000, 1200, 1000, 1100] {
-            assert_eq!(drafting.bars(1), Some(Skip::Measuring));
+            assert_eq!(drafting.bars(1, false), Some(Skip::Measuring));
             drafting.went_without(1, Some(us));
         }
-        assert_eq!(drafting.bars(1), None);
+        assert_eq!(drafting.bars(1, false), None);
         drafting
     }
 
     #[test]
     fn steps_without_drafts_are_measured_now_and_then() {
         let mut drafting = measured();
-        assert_eq!([2, MAX_DRAFTING, MAX_DRAFTING + 1].map(|n| drafting.bars(n)), {
+        assert_eq!([2, MAX_DRAFTING, MAX_DRAFTING + 1].map(|n| drafting.bars(n, false)), {
             [Some(Skip::Measuring), Some(Skip::Measuring), Some(Skip::Batch)]
         });
         for _ in 0..REMEASURE {
-            assert_eq!(drafting.bars(1), None);
+            assert_eq!(drafting.bars(1, false), None);
             drafting.brought(1, 2, Some(2000));
         }
-        assert_eq!(drafting.bars(1), Some(Skip::Measuring));
+        assert_eq!(drafting.bars(1, false), Some(Skip::Measuring));
         drafting.went_without(1, None);
-        assert_eq!(drafting.bars(1), None, "one beside a prompt says nothing, and is not waited for");
+        assert_eq!(drafting.bars(1, false), None, "one beside a prompt says nothing, and is not waited for");
     }
 
     /// Steps without drafts after a trial whose steps bring so many tokens.
     fn rest_after(drafting: &mut Drafting, tokens: usize) -> u32 {
         for _ in 0..TRIAL {
-            assert_eq!(drafting.bars(1), None);
+            assert_eq!(drafting.bars(1, false), None);
             drafting.brought(1, tokens, Some(1500));
         }
         let mut rest = 0;
-        while drafting.bars(1) == Some(Skip::Unprofitable) {
+        while drafting.bars(1, false) == Some(Skip::Unprofitable) {
             drafting.went_without(1, Some(1000));
             rest += 1;
         }
@@ -228,10 +240,20 @@ mod tests {
     fn what_is_hopeless_is_tried_half_as_long() {
         let mut drafting = measured();
         for _ in 0..LEAST_TRIAL {
-            assert_eq!(drafting.bars(1), None);
+            assert_eq!(drafting.bars(1, false), None);
             drafting.brought(1, 1, Some(1501));
         }
-        assert_eq!(drafting.bars(1), Some(Skip::Unprofitable));
+        assert_eq!(drafting.bars(1, false), Some(Skip::Unprofitable));
+    }
+
+    #[test]
+    fn beside_prompts_there_are_only_drafts_that_have_paid() {
+        let mut drafting = measured();
+        assert_eq!(drafting.bars(1, true), Some(Skip::Prompts), "nothing is known");
+        assert_eq!(rest_after(&mut drafting, 2), 0);
+        assert_eq!(drafting.bars(1, true), None);
+        assert_eq!(rest_after(&mut drafting, 1), 64);
+        assert_eq!(drafting.bars(1, true), Some(Skip::Prompts));
     }
 
     #[test]
@@ -240,8 +262,8 @@ mod tests {
         (0..PLAIN_STEPS).for_each(|_| drafting.went_without(2, Some(1200)));
         // One token more for the two of them, and a third more time.
         (0..TRIAL).for_each(|_| drafting.brought(2, 3, Some(1600)));
-        assert_eq!(drafting.bars(2), None);
+        assert_eq!(drafting.bars(2, false), None);
         (0..TRIAL).for_each(|_| drafting.brought(2, 2, Some(1300)));
-        assert_eq!(drafting.bars(2), Some(Skip::Unprofitable));
+        assert_eq!(drafting.bars(2, false), Some(Skip::Unprofitable));
     }
 }

@@ -180,6 +180,11 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         "--write-profile: a profile has the prices of one model, and {} are named",
         args.model.len()
     );
+    // What cannot be written is said before minutes of measuring.
+    args.json.iter().chain(&args.write_profile).try_for_each(|path| report::check_writable(path))?;
+    if let Some(dir) = &args.profiles {
+        std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    }
     let mut steps = progress::Steps::new();
     let mut rows = Vec::new();
     for (done, dir) in args.model.iter().enumerate() {
@@ -210,6 +215,11 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
                 let path = file(dir);
                 let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
                 let session: Session = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+                session.observed.check().with_context(|| path.display().to_string())?;
+                let (recorded, opened) = (&session.origin.model_digest, hex(&model.digests()?[0]));
+                if *recorded != opened {
+                    tracing::warn!(recorded, opened, "{} is of other weights", path.display());
+                }
                 let tile = session.observed.tile;
                 let plan = |placements: &Placements| {
                     tell(&format!("{}, loading", placements.name));
@@ -220,8 +230,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
             }
         };
         if let Some(dir) = &args.profiles {
-            std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
-            report::write_json(&file(dir), &session)?;
+            report::write_record(&file(dir), &session)?;
         }
         if let Some(file) = &args.write_profile {
             report::write_whole(file, profile(args, &model, &session, file)?.as_bytes())?;
@@ -246,7 +255,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode> {
         rows,
     };
     match &args.json {
-        Some(target) => report::write_json(target, &check)?,
+        Some(target) => report::write_record(target, &check)?,
         None => report::print(&table(&check))?,
     }
     Ok(ExitCode::SUCCESS)

@@ -134,14 +134,19 @@ impl<R: StepRunner> Core<R> {
             return;
         }
         for (id, live) in self.requests.iter().filter(|(_, live)| live.sequence.is_some()) {
-            let wish = wish(live, self.block_of_drafts, self.max_context_tokens);
-            self.scheduler.set_drafts(*id, wish.unwrap_or(0));
+            // Memory is not set aside for drafts that there will not be.
+            let wish = match wish(live, self.block_of_drafts, self.max_context_tokens) {
+                Ok(drafts) if !self.drafting.is_resting() => drafts,
+                _ => 0,
+            };
+            self.scheduler.set_drafts(*id, wish);
         }
     }
 
     /// Strikes the drafts that there are not to be, and counts why.
     fn choose_drafts(&mut self, shares: &mut [Share]) {
-        let barred = self.drafting.bars(shares.len());
+        let is_beside_prompts = self.in_flight.values().any(|step| step.lane == Lane::Prefill);
+        let barred = self.drafting.bars(shares.len(), is_beside_prompts);
         for share in shares {
             let live = self.requests.get_mut(&share.request).expect("taken from the table");
             let wish = wish(live, self.block_of_drafts, self.max_context_tokens);
