@@ -336,6 +336,20 @@ impl Cell {
 }
 
 impl CellArm {
+    /// Before anything is measured.
+    pub fn new(arm: ArmName) -> Self {
+        Self {
+            arm,
+            samples: Vec::new(),
+            prefill_tps: None,
+            ttft_ms: None,
+            decode_tps: None,
+            evidence: None,
+            drafts: None,
+            unstable: false,
+        }
+    }
+
     pub fn prefill_rates(&self) -> Vec<f64> {
         self.samples.iter().map(|sample| sample.prefill_tps).collect()
     }

@@ -21,11 +21,9 @@ use crate::record::{
     ArmRecord, Cell, CellArm, Experiment, Host, Length, ModelFacts, Profile, ProfileEntry, Program, Record, Regime,
     SCHEMA, Sample, Settings, StepTimeline, TokenCheck, VERSION,
 };
-use crate::server::{Launch, Server, output};
+use crate::server::{LOAD_PATIENCE, Launch, Server, output};
 use crate::stats::{Difference, interval, median};
 
-/// Loading and compiling may take so long.
-const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 /// Tokens of the discarded request, at most: every page of the weights is touched, every tile was computed once.
 const WARM_UP_TOKENS: usize = 4097;
 
@@ -206,16 +204,7 @@ impl<'a> UnderWay<'a> {
             step: None,
             warning: None,
         };
-        let cell = |arm: &Arm| CellArm {
-            arm: arm.name,
-            samples: Vec::new(),
-            prefill_tps: None,
-            ttft_ms: None,
-            decode_tps: None,
-            evidence: None,
-            drafts: None,
-            unstable: false,
-        };
+        let cell = |arm: &Arm| CellArm::new(arm.name);
         Self {
             setup,
             subject,
@@ -732,16 +721,7 @@ mod tests {
 
     #[test]
     fn a_cell_is_void_unless_arms_of_one_arithmetic_agree() {
-        let arm = |arm, unstable| CellArm {
-            arm,
-            samples: Vec::new(),
-            prefill_tps: None,
-            ttft_ms: None,
-            decode_tps: None,
-            evidence: None,
-            drafts: None,
-            unstable,
-        };
+        let arm = |arm, unstable| CellArm { unstable, ..CellArm::new(arm) };
         let check = |arm, equal| TokenCheck {
             arm,
             against: ArmName::B,

@@ -99,6 +99,9 @@ struct Log {
     warning: Option<String>,
 }
 
+/// Loading and compiling may take so long.
+pub const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
+
 /// How to start a server.
 #[derive(Clone, Debug)]
 pub struct Launch {

@@ -1,7 +1,10 @@
 //! `--drafter`: whether what may follow a token is drafted, and verified by the model.
 
+use std::path::Path;
+
 use anyhow::{Result, bail};
 use troika_engine::RunnerOptions;
+use troika_model::DrafterStatus;
 
 use crate::model_source::OpenModel;
 
@@ -18,6 +21,13 @@ pub(crate) struct DrafterArgs {
 pub(crate) enum Drafter {
     Off,
     On,
+}
+
+/// Why there is no drafter, if there is none: in the folder `dir`, or in the built-in model.
+pub(crate) fn unavailable(status: &DrafterStatus, dir: Option<&Path>) -> Option<String> {
+    let DrafterStatus::Unavailable { reason } = status else { return None };
+    let place = dir.map_or_else(String::new, |dir| format!(" in {}", dir.display()));
+    Some(format!("MTP unavailable: {reason}{place}"))
 }
 
 impl DrafterArgs {

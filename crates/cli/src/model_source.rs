@@ -15,12 +15,12 @@ use troika_engine::{
     Calibration, Choice, CostTable, Engines, Record, Runner, RunnerOptions, Stage, calibrate_engines, choose_engines,
     plan_engines,
 };
-use troika_model::{Checkpoint, ConfigFile, DrafterStatus, ModelFacts, ScaleCheck, WeightTable};
+use troika_model::{Checkpoint, ConfigFile, ModelFacts, ScaleCheck, WeightTable};
 use troika_prompt::{FixedTexts, Tokenizer};
 
 use crate::hybrid::{HybridArgs, Wish, Wished};
 use crate::plan_file::{Key, PlanFile};
-use crate::{builtin, progress};
+use crate::{builtin, drafter, progress};
 
 /// Which model, and how it is computed.
 #[derive(Clone, Debug, Args)]
@@ -142,13 +142,8 @@ impl OpenModel {
 
     /// Why there is no drafter, if there is none.
     pub(crate) fn drafter_unavailable(&self) -> Option<String> {
-        match (self.weights.drafter(), &self.files) {
-            (DrafterStatus::Available { .. }, _) => None,
-            (DrafterStatus::Unavailable { reason }, Files::Dir(dir)) => {
-                Some(format!("MTP unavailable: {reason} in {}", dir.display()))
-            }
-            (DrafterStatus::Unavailable { reason }, Files::BuiltIn) => Some(format!("MTP unavailable: {reason}")),
-        }
+        let dir = if let Files::Dir(dir) = &self.files { Some(dir.as_path()) } else { None };
+        drafter::unavailable(self.weights.drafter(), dir)
     }
 
     /// The model with a prompt, for simulated devices that compute it too.

@@ -20,11 +20,9 @@ use crate::corpus::Tokens;
 use crate::evidence::Evidence;
 use crate::host::HostState;
 use crate::run::{engine_times, request_record};
-use crate::server::{Launch, Server, output};
+use crate::server::{LOAD_PATIENCE, Launch, Server, output};
 use crate::stats::median;
 
-/// Loading and compiling may take so long.
-const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 /// Prompts of one sample in the verification: their median counts.
 const REPEATS: usize = 3;
 /// Of one prompt that takes longer, one is enough.

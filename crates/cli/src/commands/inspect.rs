@@ -11,9 +11,9 @@ use troika_base::units::human_bytes;
 use troika_device::map_file;
 use troika_engine::{HybridBytes, MemorySettings, ModelMemory, foresee_engines, plan_engines};
 use troika_model::inspect::inspect;
-use troika_model::{Checkpoint, DrafterStatus, ScaleCheck, WeightTable};
+use troika_model::{Checkpoint, ScaleCheck, WeightTable};
 
-use crate::drafter::Drafter;
+use crate::drafter::{self, Drafter};
 use crate::hybrid::{HybridArgs, Wish};
 use crate::report;
 use crate::size::Size;
@@ -150,8 +150,8 @@ impl Memory {
             threads,
             drafter: args.drafter == Drafter::On,
         };
-        if let (true, DrafterStatus::Unavailable { reason }) = (settings.drafter, weights.drafter()) {
-            bail!("--drafter on: MTP unavailable: {reason} in {}", args.dir.display());
+        if let (true, Some(reason)) = (settings.drafter, drafter::unavailable(weights.drafter(), Some(&args.dir))) {
+            bail!("--drafter on: {reason}");
         }
         let model = ModelMemory::foresee(config, &weights, &settings);
         // A model without a tokenizer can be inspected, though not served.

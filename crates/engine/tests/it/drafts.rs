@@ -30,7 +30,7 @@ use crate::cache::{CACHED, answer, begin, hear, record, request as sampled, toke
 use crate::hybrid::{everything, nano_with, soft, wish};
 use crate::sampling::remainders;
 use crate::serving::LIMITS;
-use crate::support::{feed, open, open_path, options, options_for};
+use crate::support::{feed, forward_sequences, open, open_path, options, options_for};
 
 /// Drafts in a block of the tiny model.
 const BLOCK: usize = 5;
@@ -82,21 +82,7 @@ impl Oracle {
 }
 
 impl StepRunner for Oracle {
-    fn state_shape(&self) -> &StateShape {
-        self.inner.state_shape()
-    }
-
-    fn arithmetic(&self) -> String {
-        self.inner.arithmetic()
-    }
-
-    fn tile(&self) -> Option<usize> {
-        self.inner.tile()
-    }
-
-    fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
-        self.inner.step_bytes(rows, logit_rows)
-    }
+    forward_sequences!();
 
     fn report_hybrid(&self, status: &mut Option<troika_engine::HybridStatus>) {
         self.inner.report_hybrid(status);
@@ -108,22 +94,6 @@ impl StepRunner for Oracle {
 
     fn draft_bytes(&self, sequences: usize) -> u64 {
         self.inner.draft_bytes(sequences)
-    }
-
-    fn new_sequence(&mut self) -> SequenceId {
-        self.inner.new_sequence()
-    }
-
-    fn adopt(&mut self, state: SequenceState) -> SequenceId {
-        StepRunner::adopt(&mut self.inner, state)
-    }
-
-    fn sequence_state(&self, sequence: SequenceId) -> Result<Arc<SequenceState>, RunnerError> {
-        self.inner.sequence_state(sequence)
-    }
-
-    fn drop_sequence(&mut self, sequence: SequenceId) {
-        self.inner.drop_sequence(sequence);
     }
 
     fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError> {

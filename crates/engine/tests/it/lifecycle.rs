@@ -25,6 +25,7 @@ use troika_testkit::scratch_dir;
 use crate::cache::{CACHED, answer, record, request, tokens};
 use crate::hybrid::{TILE, assert_books_balance, everything, nano, soft, wish};
 use crate::serving::{Channel, wait_until};
+use crate::support::forward_sequences;
 
 /// A block of nano.
 const BLOCK: usize = 128;
@@ -478,44 +479,14 @@ const ROW_US: u64 = 1000;
 const NODES: u64 = 4;
 
 impl StepRunner for Timed {
-    fn state_shape(&self) -> &StateShape {
-        self.inner.state_shape()
-    }
-
-    fn arithmetic(&self) -> String {
-        self.inner.arithmetic()
-    }
+    forward_sequences!();
 
     fn packing(&self) -> Packing {
         self.inner.packing()
     }
 
-    fn tile(&self) -> Option<usize> {
-        self.inner.tile()
-    }
-
     fn note_narrowed(&mut self, rule: Rule, after_hit: bool) {
         self.inner.note_narrowed(rule, after_hit);
-    }
-
-    fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
-        self.inner.step_bytes(rows, logit_rows)
-    }
-
-    fn new_sequence(&mut self) -> SequenceId {
-        self.inner.new_sequence()
-    }
-
-    fn adopt(&mut self, state: SequenceState) -> SequenceId {
-        StepRunner::adopt(&mut self.inner, state)
-    }
-
-    fn sequence_state(&self, sequence: SequenceId) -> Result<Arc<SequenceState>, RunnerError> {
-        self.inner.sequence_state(sequence)
-    }
-
-    fn drop_sequence(&mut self, sequence: SequenceId) {
-        self.inner.drop_sequence(sequence);
     }
 
     fn submit(&mut self, chunks: &[Chunk<'_>], priority: Priority) -> Result<Ticket, RunnerError> {

@@ -81,3 +81,41 @@ pub(crate) fn chunked(runner: &mut Runner, tokens: &[u32], sizes: &[usize]) -> V
 pub(crate) fn kept_rows(values: &[f32], cols: usize, rows: &[i64]) -> Vec<f32> {
     rows.iter().flat_map(|row| &values[*row as usize * cols..][..cols]).copied().collect()
 }
+
+/// What a [`troika_engine::StepRunner`] around another, its field `inner`, leaves to that one: sequences, and what they are.
+macro_rules! forward_sequences {
+    () => {
+        fn state_shape(&self) -> &StateShape {
+            self.inner.state_shape()
+        }
+
+        fn arithmetic(&self) -> String {
+            self.inner.arithmetic()
+        }
+
+        fn tile(&self) -> Option<usize> {
+            self.inner.tile()
+        }
+
+        fn step_bytes(&self, rows: usize, logit_rows: usize) -> u64 {
+            self.inner.step_bytes(rows, logit_rows)
+        }
+
+        fn new_sequence(&mut self) -> SequenceId {
+            self.inner.new_sequence()
+        }
+
+        fn adopt(&mut self, state: SequenceState) -> SequenceId {
+            StepRunner::adopt(&mut self.inner, state)
+        }
+
+        fn sequence_state(&self, sequence: SequenceId) -> Result<Arc<SequenceState>, RunnerError> {
+            self.inner.sequence_state(sequence)
+        }
+
+        fn drop_sequence(&mut self, sequence: SequenceId) {
+            self.inner.drop_sequence(sequence);
+        }
+    };
+}
+pub(crate) use forward_sequences;

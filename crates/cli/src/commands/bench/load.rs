@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use troika_base::NumericClass;
@@ -12,14 +11,11 @@ use troika_bench::corpus::Corpus;
 use troika_bench::host::{HostFacts, HostState};
 use troika_bench::load::{LoadRecord, Objective, SCHEMA, Shape, Traffic, VERSION, level};
 use troika_bench::record::Program;
-use troika_bench::server::{Launch, Server};
+use troika_bench::server::{LOAD_PATIENCE, Launch, Server};
 
 use super::{ending, stop_flag, subject};
 use crate::progress;
 use crate::report::{check_writable, print, write_record};
-
-/// Loading may take so long.
-const LOAD_PATIENCE: Duration = Duration::from_secs(1800);
 
 /// Measure latencies under traffic, and how many requests meet an objective.
 ///

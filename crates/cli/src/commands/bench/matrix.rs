@@ -72,8 +72,8 @@ pub(crate) struct Args {
     #[arg(long, default_value = "code_python", value_name = "NAME")]
     corpus: Corpus,
     /// Speculative decoding: two experiments, never mixed.
-    #[arg(long, value_enum, default_value_t = Drafter::Off)]
-    drafter: Drafter,
+    #[arg(long, value_enum, default_value_t = Drafters::Off)]
+    drafter: Drafters,
     /// Neural engines of arm C, as `troika serve` takes them. Without it, and without a preset that has some, there are arms A
     /// and B.
     #[arg(long, value_name = "SPEC")]
@@ -172,7 +172,7 @@ enum RegimeArg {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Drafter {
+enum Drafters {
     Off,
     On,
     Both,
@@ -320,9 +320,9 @@ fn setup(args: &Args) -> Result<Setup> {
     let models: Vec<Option<PathBuf>> =
         if args.model.is_empty() { vec![None] } else { args.model.iter().cloned().map(Some).collect() };
     let drafters: &[bool] = match args.drafter {
-        Drafter::Off => &[false],
-        Drafter::On => &[true],
-        Drafter::Both => &[false, true],
+        Drafters::Off => &[false],
+        Drafters::On => &[true],
+        Drafters::Both => &[false, true],
     };
     let mut subjects = Vec::new();
     for model in models {
